@@ -180,7 +180,7 @@ def _predict(folder: Path, config: Path, environment: Mapping[str, str]) -> floa
     measure([command], folder, environment, folder / "run.log")
     report = json.loads((output / "run.json").read_text(encoding="utf-8"))
     (worker,) = report["members"][0]["workers"]
-    return float(worker["predict_seconds"])
+    return float(worker["counters"]["predict_seconds"])
 
 
 def _printed(folder: Path, code: str, arguments: Sequence[Path], environment: Mapping[str, str]) -> float:

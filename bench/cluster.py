@@ -81,7 +81,7 @@ def compare(chunks: int = 16, chunk_seconds: float = 5.0, repeats: int = 3) -> l
 def _rows(reports: dict[str, list[dict[str, Any]]], chunk_seconds: float) -> list[dict[str, object]]:
     members = {way: [one["members"][0] for one in found] for way, found in reports.items()}
     count = members["local"][0]["chunks"]
-    computing = {way: [one["progress"]["seconds"] for one in found] for way, found in members.items()}
+    computing = {way: [one["seconds"] for one in found] for way, found in members.items()}
     whole = {way: [one["seconds"] for one in found] for way, found in reports.items()}
     in_computing = Spread.of([ray / here for here, ray in zip(*computing.values(), strict=True)])
     each = [WORKERS * (ray - here) / count for here, ray in zip(*computing.values(), strict=True)]

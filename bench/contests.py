@@ -250,7 +250,7 @@ def _phase_seconds(report: Mapping[str, Any]) -> float:
         busy += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     together = sum(end - begin for begin, end in spans) / busy if busy else 1.0
-    return float(sum(worker["predict_seconds"] for worker in workers) / together)
+    return float(sum(worker["counters"]["predict_seconds"] for worker in workers) / together)
 
 
 def _demo_labels(model: str = _DEMO[0]) -> list[str]:

@@ -17,9 +17,10 @@ def _ours(folder: Path) -> Callable[[], object]:
     """From complete predictions to files, as a run does it whose members are done."""
     from ensemble.pipeline.load import load as load_config
     from ensemble.pipeline.prepare import prepare
-    from ensemble.pipeline.results import Results, ResultWriter
+    from ensemble.pipeline.results import ResultWriter
     from ensemble.pipeline.resume import find_works
     from ensemble.pipeline.run_dir import RunDir
+    from ensemble.pipeline.run_report import Results
 
     prepared = prepare(load_config(folder.with_suffix(".yaml")))
     rundir = RunDir(prepared.config.output_dir)

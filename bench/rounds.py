@@ -101,7 +101,7 @@ def _compare(ground: Ground, work: Work, contestants: Sequence[str], number: int
     ours = found.samples.get((work.name, OURS), {}).get(number)
     if ours is None:
         return
-    tokens = sum(member["tokens"] for member in ours.report["members"])
+    tokens = sum(member["counters"]["tokens"] for member in ours.report["members"])
     for contestant in contestants:
         if number not in found.samples.get((work.name, contestant), {}):
             continue

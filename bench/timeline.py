@@ -44,8 +44,9 @@ def _sorted(work: Work, found: Found) -> list[Sample]:
 
 def _workers(work: str, seconds: float, report: Any) -> Iterator[dict[str, object]]:
     for member in report["members"]:
+        tokens, padded = member["counters"]["tokens"], member["counters"]["padded_tokens"]
         for worker in member["workers"]:
-            predict, forward = worker["predict_seconds"], worker.get("forward_seconds")
+            predict, forward = worker["counters"]["predict_seconds"], worker["counters"]["forward_seconds"]
             life = worker["life_seconds"] or 0.0
             yield {
                 "work": work,
@@ -57,6 +58,6 @@ def _workers(work: str, seconds: float, report: Any) -> Iterator[dict[str, objec
                 "predict": predict,
                 "of it in forward passes": forward,
                 "life": life,
-                "forward / life": forward / life if forward is not None and life else None,
-                "real tokens": member["real_token_share"],
+                "forward / life": forward / life if life else None,
+                "real tokens": tokens / padded if padded else None,
             }

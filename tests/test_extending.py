@@ -15,7 +15,7 @@ from pyarrow import feather
 from scipy import stats
 
 from bench.merge_files import label_names, make_files, member_names
-from ensemble.pipeline.run_report import ProgressReport
+from ensemble.common.protocol import Counters
 from tests.cli.reports import member, report
 from tests.packages import pip_install
 from tests.page import blocks
@@ -99,7 +99,8 @@ def test_the_mean_of_standard_scores(made: Project, site: Path) -> None:
 @pytest.mark.long
 def test_the_section_of_the_report(made: Project, site: Path, tmp_path: Path) -> None:
     ran = report(
-        member(progress=ProgressReport(seconds=3.0)), member("other", progress=ProgressReport(seconds=9.0))
+        member(counters=Counters(rows=9), seconds=3.0),
+        member("other", counters=Counters(rows=9), seconds=9.0),
     )
     ran.write(tmp_path / "run.json")
     environment = {"PYTHONPATH": python_path(ROOT, site)}

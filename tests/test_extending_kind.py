@@ -52,7 +52,7 @@ def test_a_run_with_a_kind_of_another_package(project: Project, site: Path) -> N
     merged = (0.2 * expected + np.array([0.2, 0.3, 0.5])) / 1.2
     np.testing.assert_allclose([[float(cell) for cell in row[1:]] for row in rows], merged, rtol=1e-9)
     report = project.run_json()
-    assert report["members"][0]["workers"][0]["dtype"] == "float64"
+    assert report["members"][0]["workers"][0]["ready"]["dtype"] == "float64"
     assert "torch" not in report["versions"]
     again = project.ensemble("run", "config.yaml", "--set", "report=false", environment=environment)
     assert "small: done by" in again.stdout

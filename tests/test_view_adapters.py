@@ -68,7 +68,7 @@ def by_hand(project: Project, fold: str, is_swapped: bool = False) -> npt.NDArra
 
 
 def computed(project: Project) -> int:
-    return int(sum(worker["rows"] for worker in project.run_json()["members"][0]["workers"]))
+    return int(sum(worker["counters"]["rows"] for worker in project.run_json()["members"][0]["workers"]))
 
 
 @pytest.mark.long
@@ -110,7 +110,9 @@ def test_a_mean_of_adapters_takes_one_pass(folds: Project) -> None:
     run(folds, adapters={"average": ["fold0", "fold1"]}, replicas=2)
     assert computed(folds) == ROWS
     cat = values(folds)
-    notes = " ".join(note for worker in folds.run_json()["members"][0]["workers"] for note in worker["notes"])
+    notes = " ".join(
+        note for worker in folds.run_json()["members"][0]["workers"] for note in worker["ready"]["notes"]
+    )
     assert "LoRA adapter mean (cat) of" in notes
     assert "rank 5, over 14 modules, unmerged" in notes
     mean = (by_hand(folds, "fold0") + by_hand(folds, "fold1")) / 2

@@ -71,7 +71,7 @@ def values(project: Project, view: str = "", run_name: str = "first") -> np.ndar
 
 
 def rows_of_workers(project: Project) -> list[int]:
-    return sorted(worker["rows"] for worker in project.run_json()["members"][0]["workers"])
+    return sorted(worker["counters"]["rows"] for worker in project.run_json()["members"][0]["workers"])
 
 
 def test_views_with_a_checkpoint_share_its_worker(folds: Project) -> None:
@@ -162,7 +162,7 @@ def test_heads_and_language_models(folds: Project) -> None:
         run(folds, *views, output_dir=f"runs/{kind}", **member)
         workers = folds.run_json(f"runs/{kind}")["members"][0]["workers"]
         # Two heads of one backbone share a worker.
-        assert [worker["rows"] for worker in workers] == [(len(views) - 1) * ROWS, ROWS]
+        assert [worker["counters"]["rows"] for worker in workers] == [(len(views) - 1) * ROWS, ROWS]
         for view in views:
             alone = {key: value for key, value in view.items() if key != "name"}
             run(folds, output_dir="runs/alone", command=("run", "config.yaml", "--fresh"), **member | alone)
@@ -195,6 +195,6 @@ def test_two_gpus_have_a_checkpoint_each(folds: Project, nvml_sim: NvmlSim) -> N
             environment=nvml_sim.environment(),
         )
         workers = folds.run_json()["members"][0]["workers"]
-        assert [worker["rows"] for worker in workers] == [ROWS, ROWS]
+        assert [worker["counters"]["rows"] for worker in workers] == [ROWS, ROWS]
         assert len({device for worker in workers for device in worker["devices"]}) == 2
         assert [predictions(folds), predictions(folds, "fold1")] == expected

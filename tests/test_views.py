@@ -70,7 +70,7 @@ def cells(project: Project) -> list[tuple[str, str]]:
 
 def computed(project: Project) -> int:
     """Rows that the last run's workers have computed, once for each view."""
-    return int(sum(worker["rows"] for worker in project.run_json()["members"][0]["workers"]))
+    return int(sum(worker["counters"]["rows"] for worker in project.run_json()["members"][0]["workers"]))
 
 
 def test_the_mean_over_views_is_that_of_plain_transformers_and_only_what_is_new_is_computed(
@@ -100,8 +100,8 @@ def test_the_mean_over_views_is_that_of_plain_transformers_and_only_what_is_new_
     assert computed(pairs) == 0
     np.testing.assert_allclose(values(pairs), (3 * plain + swapped) / 4, atol=2e-5)
     (member,) = pairs.run_json()["members"]
-    views = {name: (view["weight"], view["rows"], view["at_most"]) for name, view in member["views"].items()}
-    assert views == {"as_is": (3.0, ROWS, None), "swapped": (1.0, ROWS, None)}
+    views = {name: (view["weight"], view["rows"]) for name, view in member["views"].items()}
+    assert views == {"as_is": (3.0, ROWS), "swapped": (1.0, ROWS)}
 
     run(pairs, AS_IS, {"name": "swapped", "swap": {"columns": ["b", "a"]}})
     assert computed(pairs) == ROWS, "the labels no longer change places"
@@ -219,7 +219,7 @@ def test_a_cascade_goes_by_the_mean_and_computes_its_rows_in_each_view(pairs: Pr
         ordered = np.sort(values(pairs), axis=1)
         unsure = np.argsort(ordered[:, -1] - ordered[:, -2], kind="stable")[: round(share * ROWS)]
         assert ids == [pairs.ids[row] for row in sorted(unsure)]
-        assert sum(worker["rows"] for worker in member["workers"]) == 2 * round(new * ROWS)
+        assert sum(worker["counters"]["rows"] for worker in member["workers"]) == 2 * round(new * ROWS)
         texts = [cells(pairs)[row] for row in sorted(unsure)]
         folder = pairs.models / "llama"
         plain = reference(folder, [f"one {a} other {b}" for a, b in texts], 128)
@@ -237,7 +237,7 @@ def test_under_a_time_limit_the_first_views_of_all_members_come_first(pairs: Pro
     done = pairs.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
     workers = [
-        (worker["leased_after_seconds"], member["name"], worker["rows"])
+        (worker["leased_after_seconds"], member["name"], worker["counters"]["rows"])
         for member in pairs.run_json()["members"]
         for worker in member["workers"]
     ]
@@ -336,15 +336,16 @@ def test_a_view_for_the_closest_calls_of_the_views_before_it(pairs: Project) -> 
         assert list(result) == [pairs.ids[row] for row in np.flatnonzero(selected)]
         np.testing.assert_allclose(list(result.values()), swapped[selected], atol=2e-5)
         (member,) = pairs.run_json()["members"]
-        assert [worker["rows"] for worker in member["workers"]] == [
+        assert [worker["counters"]["rows"] for worker in member["workers"]] == [
             (0 if computed_before else ROWS) + rows - computed_before
         ]
-        assert member["view_cascades"]["swapped"]["rows"] == member["views"]["swapped"]["rows"] == rows
+        swapped_view = member["views"]["swapped"]
+        assert swapped_view["cascade"]["rows"] == swapped_view["rows"] == rows
         assert f"view swapped: `when` selected {rows} of 40 rows" in output
         computed_before = rows
     before = (pairs.folder / "runs/first/predictions/gemma.csv").read_bytes()
     run(pairs, AS_IS, {**SWAPPED, "weight": 3.0, "when": {"margin_below": float(limits[0])}})
-    assert pairs.run_json()["members"][0]["rows"] == 0
+    assert pairs.run_json()["members"][0]["counters"]["rows"] == 0
     selected = margins(plain) < limits[0]
     np.testing.assert_allclose(
         values(pairs), np.where(selected[:, None], (plain + 3 * swapped) / 4, plain), atol=2e-5
@@ -354,7 +355,7 @@ def test_a_view_for_the_closest_calls_of_the_views_before_it(pairs: Project) -> 
     assert (pairs.folder / "runs/first/predictions/gemma.csv").read_bytes() == before
     run(pairs, AS_IS, {**SWAPPED, "weight": 3.0})
     (member,) = pairs.run_json()["members"]
-    assert member["rows"] == ROWS - computed_before
+    assert member["counters"]["rows"] == ROWS - computed_before
     assert member["settings"] == settings, "what `when` selects is no setting of it"
     np.testing.assert_allclose(values(pairs), (plain + 3 * swapped) / 4, atol=2e-5)
 
@@ -408,7 +409,7 @@ def test_members_before_it_decide_as_well(pairs: Project) -> None:
     demand_swapped(pairs, "llama", together < between(together, 15))
     before = pairs.folder.joinpath("runs/first/ensemble.csv").read_bytes()
     run_two(pairs, {"margin_below": limit}, {"margin_below": between(together, 15)})
-    assert [member["rows"] for member in pairs.run_json()["members"]] == [0, 0]
+    assert [member["counters"]["rows"] for member in pairs.run_json()["members"]] == [0, 0]
     assert pairs.folder.joinpath("runs/first/ensemble.csv").read_bytes() == before
 
 

@@ -36,10 +36,12 @@ def speed_of(member: Mapping[str, Any]) -> Speed:
         ValueError: no worker of it computed anything.
     """
     workers = member["workers"]
-    tokens = sum(worker["tokens"] for worker in workers)
-    seconds = sum(worker["predict_seconds"] for worker in workers)
-    forward = sum(worker.get("forward_seconds") or 0.0 for worker in workers)
-    budgets = [worker["token_budget"] for worker in workers if worker["token_budget"] is not None]
+    tokens, seconds, forward = (
+        sum(worker["counters"][name] for worker in workers)
+        for name in ("tokens", "predict_seconds", "forward_seconds")
+    )
+    budgets = [worker["ready"]["token_budget"] for worker in workers if worker["ready"] is not None]
+    budgets = [budget for budget in budgets if budget is not None]
     if not tokens or not seconds or not budgets:
         raise ValueError(f"{member['name']} computed nothing")
     return Speed(
@@ -82,11 +84,11 @@ def member_row(
     """
     speed, worker = speed_of(member), member["workers"][0]
     idle = [gap["seconds"] for gap in gaps if gap["before"] == member["name"]]
-    forward = speed.forward_tokens_per_second
+    forward, closed = speed.forward_tokens_per_second, worker["closed"]
     return {
         "member": member["name"],
-        "weights": worker["dtype"],
-        "attention": worker["attn_implementation"],
+        "weights": worker["ready"]["dtype"],
+        "attention": worker["ready"]["attn_implementation"],
         "tokens a batch": speed.token_budget,
         "tokens": speed.tokens,
         "tokens/s": round(speed.tokens_per_second),
@@ -95,7 +97,7 @@ def member_row(
         "share of peak in them": forward * operations_per_token / peak if forward is not None else None,
         "load, s": worker["load_seconds"],
         "device idle before it, s": max(idle) if idle else None,
-        "peak, GiB": round((worker["peak_gpu_memory_bytes"] or worker["peak_memory_bytes"] or 0) / GIB, 2),
+        "peak, GiB": round((closed["peak_gpu_memory_bytes"] or closed["peak_memory_bytes"] or 0) / GIB, 2),
     }
 
 
@@ -142,7 +144,7 @@ def gpus_row(member: Mapping[str, Any], gpus: int, alone: Speed) -> dict[str, An
         alone: of the same model on one GPU.
     """
     speed, workers = speed_of(member), member["workers"]
-    computing = [worker for worker in workers if worker["tokens"]]
+    computing = [worker for worker in workers if worker["counters"]["tokens"]]
     per_second = speed.tokens_per_second * len(computing)
     return {
         "member": member["name"],

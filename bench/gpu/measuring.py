@@ -169,7 +169,7 @@ class Measuring:
     def _rows_of(self, report: dict[str, Any], model: Model) -> list[dict[str, Any]]:
         """Return a row for each member of a run of one model."""
         shape = json.loads((self._place.model(model) / "config.json").read_text(encoding="utf-8"))
-        parameters = report["members"][0]["workers"][0]["parameters"]
+        parameters = report["members"][0]["workers"][0]["ready"]["parameters"]
         per_token = flops(shape, parameters, self._lengths) / sum(self._lengths)
         self._per_token[model.name] = per_token
         gaps = report.get("idle_gaps", ())

@@ -368,9 +368,9 @@ def check_devices(report: Mapping[str, Any]) -> None:
         Failed: one ran elsewhere, or none ran.
     """
     for member in report["members"]:
-        names = [worker["device_name"] for worker in member["workers"]]
+        names = [worker["ready"]["device"] for worker in member["workers"]]
         if not names or any(name in (None, "cpu") for name in names):
-            notes = "; ".join(note for worker in member["workers"] for note in worker["notes"])
+            notes = "; ".join(note for worker in member["workers"] for note in worker["ready"]["notes"])
             raise Failed(
                 f"{member['name']} ran on {names or 'nothing'}, not on a GPU ({notes or 'no notes'})"
             )

@@ -41,10 +41,9 @@ from ensemble.pipeline.load import derived_run, load
 from ensemble.pipeline.prediction_files import read_as_written
 from ensemble.pipeline.prepare import for_rows, prepare
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.progress import MemberProgress
 from ensemble.pipeline.run import Display, run_prepared
 from ensemble.pipeline.run_dir import RunDir, hold
-from ensemble.pipeline.run_report import MemberReport, RunReport
+from ensemble.pipeline.run_report import MemberProgress, MemberReport, RunReport
 from ensemble.pipeline.signals import heed_signals
 from ensemble.scheduling.launchers.base import make_launcher
 
@@ -193,11 +192,9 @@ class _Watching:
     def say(self, text: str) -> None: ...
 
     def update(self, members: Sequence[MemberProgress]) -> None:
-        (state,) = members
-        if state.predicting_since is None or state.finished:
-            return
-        if state.predicting_seconds > self._max_seconds:
-            raise _TooSlow((state.rows_done - state.reused_rows) / state.predicting_seconds)
+        (member,) = members
+        if member.seconds is not None and member.phase != "done" and member.seconds > self._max_seconds:
+            raise _TooSlow((member.rows_done - member.reused_rows) / member.seconds)
 
     def stop(self) -> None: ...
 
@@ -430,7 +427,7 @@ class MemberTrials:
         except EnsembleError as error:
             return replace(trial, failure=error.problems[0])
         (member,) = report.members
-        if member.bad_rows and member.progress.rows_done == table.rows and report.status != "complete":
+        if member.bad_rows and member.rows_done == table.rows and report.status != "complete":
             return replace(trial, failure=_bad_rows(member, table))
         if member.failure is not None or report.status != "complete":
             message = f"the run is {report.status}" if member.failure is None else member.failure.message
@@ -447,15 +444,13 @@ class MemberTrials:
         allowed = len(values) - 1 if self._reference is None else self._reference.lacking
         if lacking > allowed:
             return replace(trial, failure=why)
-        first = member.workers[0]
-        busy_seconds = max((worker.predict_seconds for worker in member.workers), default=0.0)
-        rows = sum(worker.rows for worker in member.workers)
-        tokens = sum(worker.tokens for worker in member.workers)
-        if not rows or not busy_seconds:
+        ready = member.workers[0].ready
+        busy_seconds = max((worker.counters.predict_seconds for worker in member.workers), default=0.0)
+        rows, tokens = member.worker_counters.rows, member.worker_counters.tokens
+        if ready is None or not rows or not busy_seconds:
             return replace(trial, failure="nothing was measured: the run has no times of its workers")
-        peaks = [worker.peak_gpu_memory_bytes or worker.peak_memory_bytes or 0 for worker in member.workers]
         seconds = busy_seconds * prepared.table.rows / rows
-        load_seconds = first.load_seconds or 0.0
+        load_seconds = ready.load_seconds
         work = sum(model.work for model in prepared.plan.models)
         whole_work, replicas = self._whole(trial, prepared)
         return replace(
@@ -465,8 +460,8 @@ class MemberTrials:
             whole_seconds=load_seconds + seconds * whole_work / max(work, 1e-9) / replicas,
             tokens_per_second=tokens / busy_seconds if tokens else None,
             rows_per_second=rows / busy_seconds,
-            peak_bytes=max(peaks) or None,
-            ran_with=RanWith(first.dtype, first.attn_implementation, first.token_budget, tokens),
+            peak_bytes=member.peak("peak_gpu_memory_bytes") or member.peak("peak_memory_bytes") or None,
+            ran_with=RanWith(ready.dtype, ready.attn_implementation, ready.token_budget, tokens),
             values=values,
             lacking=lacking,
             why_lacking=why,

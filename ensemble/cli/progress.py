@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 from ensemble.cli.layout import page_width, wrapped
 from ensemble.common.protocol import Ready
 from ensemble.common.text import duration, listed, plural, rate
-from ensemble.pipeline.progress import MemberProgress
+from ensemble.pipeline.run_report import MemberProgress
 from ensemble.scheduling.state import Phase
 
 # rich takes a tenth of the parent's start-up, and nothing is drawn before the first worker runs.
@@ -81,9 +81,9 @@ class PlainDisplay(QuietDisplay):
     def update(self, members: Sequence[MemberProgress]) -> None:
         for state in members:
             name, phase, now = state.name, state.phase, self._clock()
-            if phase == "waiting" or (phase == "loading" and not state.plan.has_rows):  # which loads nothing
+            if phase == "waiting" or (phase == "loading" and not state.has_rows):  # which loads nothing
                 continue
-            if state.plan.has_rows:
+            if state.has_rows:
                 self._say_settings(state)
             last_phase, last, last_fraction = self._shown.get(name, (None, now, -1.0))
             text, fraction = self._phrase(state), state.fraction
@@ -94,8 +94,8 @@ class PlainDisplay(QuietDisplay):
                     views = f" of {state.jobs} views" if state.jobs > 1 else ""
                     rows = plural(state.rows - state.reused_rows, "row")
                     text = f"predicting {rows}{views}{_nodes_of(state)}"
-                    if not state.plan.has_rows:
-                        text = f"training {listed(state.in_hand_texts, show=str)}"
+                    if not state.has_rows:
+                        text = f"training {listed(state.in_hand, show=str)}"
             elif phase not in _BUSY or now - last < PLAIN_LINE_SECONDS or not has_news:
                 continue
             self._shown[name] = (phase, now, fraction)
@@ -132,7 +132,7 @@ def _settings_text(state: MemberProgress, ready: Ready) -> str:
     if attention and "attention" not in attention:
         attention += " attention"
     if ready.token_budget is not None:
-        size = state.plan.request.batch_size
+        size = state.batch_size
         batch = f"{plural(ready.token_budget, 'token') if size is None else plural(size, 'row')} a batch"
     return ", ".join(filter(None, (ready.dtype, attention, batch))) or f"on {ready.device}"
 
@@ -152,7 +152,7 @@ class BarDisplay(PlainDisplay):
             self._bars.start()
         for state in members:
             name = state.name
-            if state.plan.has_rows:
+            if state.has_rows:
                 self._say_settings(state)
             if name not in self._tasks:
                 self._tasks[name] = self._bars.add_task(name, total=1.0, status="")
@@ -186,48 +186,40 @@ class BarDisplay(PlainDisplay):
 
 def describe(state: MemberProgress, short: bool = False) -> str:
     """Return in a phrase what a member is doing."""
-    phase, rows = state.phase, state.rows
+    phase, rows, seconds = state.phase, state.rows, state.seconds or 0.0
     if phase in _BEFORE:
-        is_light = phase == "loading" and not state.plan.has_rows
+        is_light = phase == "loading" and not state.has_rows
         return _BEFORE["starting" if is_light else phase]
     if state.failure is not None:
         return state.failure.outcome if short else f"{state.failure.outcome}: {state.failure.message}"
     if phase == "done" and not state.workers:
-        if state.settings.when is not None and not rows:
+        if state.has_when and not rows:
             return "no row of which the members before it are unsure"
-        how = "done by an earlier run" if state.plan.needs_worker else "made elsewhere"
+        how = "done by an earlier run" if state.replicas else "made elsewhere"
         return f"{plural(rows, 'row')}, {how}"
-    elapsed, computed = state.predicting_seconds, state.computed_cost
-    if not state.plan.has_rows:
-        return _trained_text(state, short)
-    if state.tokens_done:
-        speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
-    else:
-        speed = f"{rate((state.rows_done - state.reused_rows) / elapsed)} rows/s"
+    time_left = "" if not state.seconds_left else f"{duration(state.seconds_left)} left"
+    if not state.has_rows:
+        reached = f"{state.rows_done:,}/{rows:,} trained"
+        if phase == "done":
+            return f"{reached}, done in {duration(seconds)}"
+        # A training whose steps are done is still to be stored and checked.
+        in_hand = "" if short else listed(state.in_hand, show=str)
+        return ", ".join(filter(None, (reached, in_hand, time_left)))
+    speed = f"{rate(state.rows_per_second or 0.0)} rows/s"
+    if state.tokens_per_second is not None:
+        speed = f"{state.tokens_per_second:,.0f} tokens/s"
     if phase == "done":
-        return f"{rows:,}/{rows:,} rows, {speed}, done in {duration(elapsed)}"
+        return f"{rows:,}/{rows:,} rows, {speed}, done in {duration(seconds)}"
     reached = f"{state.rows_done:,}/{rows:,} rows"
     if phase == "paused":
         return f"{reached}, waiting for its turn"
-    if not computed:
+    if not state.computed_share:
         return reached
-    time_left = duration(elapsed * (1 - state.fraction) / computed)
     share = "" if short else f" ({state.fraction:.0%} of the work)"
-    return f"{reached}{share}, {speed}, {time_left} left{'' if short else _nodes_of(state)}"
-
-
-def _trained_text(state: MemberProgress, short: bool) -> str:
-    """Return how many trainings of a member are done, and how far those in progress are."""
-    reached = f"{state.rows_done:,}/{state.rows:,} trained"
-    if state.phase == "done":
-        return f"{reached}, done in {duration(state.predicting_seconds)}"
-    # A training whose steps are done is still to be stored and checked.
-    time_left = f"{duration(state.seconds_left)} left" if state.seconds_left else ""
-    in_hand = "" if short else listed(state.in_hand_texts, show=str)
-    return ", ".join(filter(None, (reached, in_hand, time_left)))
+    return f"{reached}{share}, {speed}, {time_left or '0.0 s left'}{'' if short else _nodes_of(state)}"
 
 
 def _nodes_of(state: MemberProgress) -> str:
     """Return the nodes of a cluster on which a member's workers run; empty if there is no cluster."""
-    running = [worker.node for worker in state.workers if worker.node and worker.life_seconds is None]
+    running = [worker.node for worker in state.workers if worker.node and worker.is_running]
     return f", {plural(len(running), 'worker')} on {plural(len(set(running)), 'node')}" if running else ""

@@ -190,7 +190,7 @@ def rehearse(
                 keep = True
                 texts = [f"member {failure.member} failed: {failure.message}" for failure in report.failures]
                 raise MembersFailed([*texts, f"the sample's run and its logs are in {folder / str(size)}"])
-            computed = sum(worker.predict_seconds for member in report.members for worker in member.workers)
+            computed = sum(member.counters.predict_seconds for member in report.members)
             if sample_rows is not None or size == source.rows or computed >= _MIN_SECONDS:
                 return _forecast(whole, sample, report, wall_seconds, before_seconds)
             size = min(source.rows, math.ceil(size * 1.5 * _MIN_SECONDS / max(computed, 0.1)))
@@ -347,15 +347,11 @@ def _member(
         replicas=max(model.replicas for model in models),
         startup_seconds=sum(model.speed.startup_seconds for model in models),
         compute_seconds=sum(model.demand.compute_seconds / model.replicas for model in models),
-        peak_memory_bytes=_largest([worker.peak_memory_bytes for worker in report.workers]),
-        peak_gpu_memory_bytes=_largest([worker.peak_gpu_memory_bytes for worker in report.workers]),
+        peak_memory_bytes=report.peak("peak_memory_bytes") or None,
+        peak_gpu_memory_bytes=report.peak("peak_gpu_memory_bytes") or None,
         rows=expected_rows,
         rows_at_limit=None if reached is None else round(expected_rows * reached),
     )
-
-
-def _largest(sizes: Sequence[int | None]) -> int | None:
-    return max((size for size in sizes if size is not None), default=None)
 
 
 def _host_bytes(plan: Plan, members: Sequence[MemberRehearsal]) -> int | None:

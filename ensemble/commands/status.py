@@ -10,7 +10,6 @@ from ensemble.common.errors import DataError
 from ensemble.common.files import read_json
 from ensemble.common.shards import shard_rows
 from ensemble.jobs.job import job_name
-from ensemble.pipeline.ending import rows_in_views
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.run_dir import RunDir, holder
 from ensemble.pipeline.run_report import RunReport
@@ -73,13 +72,11 @@ class RunStatus:
         age = max(0.0, ((now or datetime.now(UTC)) - written_at).total_seconds()) if by else 0.0
         members = []
         for member in report.members:
-            name, fingerprint, progress = member.name, str(member.fingerprint), member.progress
+            name, fingerprint, rows = member.name, str(member.fingerprint), member.rows
             manifest = Fingerprint.from_dict(read_json(rundir.manifest(name)).get("fingerprint"))
             is_current = manifest is not None and manifest.digest == fingerprint
-            rows = rows_in_views(report, member)
             if is_current and rundir.predictions(name).is_file():
-                # Predictions that were made elsewhere may lack rows.
-                state, done = "done", rows if member.replicas else report.merged_rows.get(name, rows)
+                state, done = "done", rows
             else:
                 state = member.phase if by else "unfinished"
                 if member.failure:
@@ -88,24 +85,21 @@ class RunStatus:
                 folders = [rundir.shards_dir(*job) for job in (jobs or {name: fingerprint}).items()]
                 done = min(sum(map(shard_rows, folders)), rows)
             if by:  # with the rows of unfinished chunks
-                done = min(max(done, progress.rows_done), rows)
-            seconds = progress.seconds
-            is_predicting = by is not None and state == "predicting"
-            tokens = progress.tokens / seconds if seconds and progress.tokens else None
-            computed = max(0, progress.rows_done - member.reused_rows)
-            rows_per_second = computed / seconds if seconds and computed and tokens is None else None
-            if seconds and is_predicting:
-                seconds += age
+                done = min(max(done, member.rows_done), rows)
+            seconds, seconds_left = member.seconds, None
+            if by is not None and state == "predicting":
+                seconds_left = _left(member.seconds_left, age)
+                seconds = None if seconds is None else seconds + age
             members.append(
                 MemberStatus(
                     name=name,
                     state=state,
                     rows_done=done,
                     rows=rows,
-                    tokens_per_second=tokens,
-                    rows_per_second=rows_per_second,
+                    tokens_per_second=member.tokens_per_second,
+                    rows_per_second=member.rows_per_second,
                     seconds=seconds,
-                    seconds_left=_left(progress.seconds_left, age) if is_predicting else None,
+                    seconds_left=seconds_left,
                 )
             )
         total = report.timing["total_seconds"] + age

@@ -47,13 +47,7 @@ class Counters:
     forward_seconds: float = 0.0  # the device's time in forward passes
 
     def __add__(self, other: Counters) -> Counters:
-        # Not all fields of self: a report's workers are counters with more fields.
-        names = Counters.__dataclass_fields__
-        return Counters(**{name: getattr(self, name) + getattr(other, name) for name in names})
-
-    def rounded(self, digits: int) -> dict[str, Any]:
-        """Return plain JSON values, rounded to so many digits."""
-        return {name: round(value, digits) for name, value in vars(self).items()}
+        return Counters(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)

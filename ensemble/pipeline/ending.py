@@ -82,24 +82,6 @@ def rows_of(report: RunReport, member: MemberReport) -> int:
     return report.rows if member.cascade is None else member.cascade.rows
 
 
-def rows_in_views(report: RunReport, member: MemberReport) -> int:
-    """Return how many rows a member is to have in all of its views, as far as that is known."""
-    rows = rows_of(report, member)
-    if not member.views:
-        return rows
-    total = 0
-    for name, view in member.views.items():
-        if member.status == "complete" and view.rows is not None:
-            total += view.rows
-        elif name in member.view_cascades:
-            total += member.view_cascades[name].rows
-        elif view.at_most is not None:
-            total += min(rows, view.at_most)
-        else:
-            total += rows
-    return total
-
-
 def _reached_text(report: RunReport, member: MemberReport) -> str:
     """Return how many rows a member has at the end of the time limit, and how many were lost."""
     if member.cascade is not None and not member.cascade.is_selected:
@@ -107,8 +89,9 @@ def _reached_text(report: RunReport, member: MemberReport) -> str:
     rows = plural(rows_of(report, member), "row")
     text = f"{member.name} {report.merged_rows.get(member.name, 0):,} of {rows}"
     notes = []
-    if member.partial_rows:
-        notes.append(f"{member.partial_rows:,} of them in some of its views only")
+    partial_rows = report.partial_rows.get(member.name)
+    if partial_rows:
+        notes.append(f"{partial_rows:,} of them in some of its views only")
     if member.lost_rows:
         lost = plural(member.lost_rows, "more row")
         notes.append(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -20,28 +21,38 @@ from ensemble.common.version import __version__
 from ensemble.jobs.job import Job, jobs_of
 from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.progress import MemberProgress, members_of
-from ensemble.pipeline.results import Results, predictions_title
+from ensemble.pipeline.results import predictions_title
 from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run_report import (
+    SCHEMA,
     CascadeReport,
     Computation,
+    MemberProgress,
     MemberReport,
     MemoryForecast,
-    NodeReport,
-    ProgressReport,
+    Results,
     RuleReport,
     RunReport,
     Status,
     ViewReport,
-    WorkerReport,
 )
 from ensemble.planning.cascade import When
 from ensemble.planning.forecast import Speed, calibrated
 from ensemble.planning.plan import ModelPlan
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.records import Failure, NodeChange, WorkerRecord, idle_gaps
-from ensemble.scheduling.state import ModelState
+from ensemble.scheduling.state import ModelState, Phase
+
+# Of a member's models, what the furthest one does tells most.
+_MOST_TELLING: tuple[Phase, ...] = (
+    "failed",
+    "predicting",
+    "loading",
+    "starting",
+    "paused",
+    "waiting",
+    "done",
+)
 
 
 @dataclass
@@ -66,15 +77,18 @@ class RunState:
     cascades: Cascades = field(init=False)
 
     def report(self, status: Status) -> RunReport:
-        prepared, results = self.prepared, self.results
-        tuned_on = prepared.config.tuned_on
+        prepared = self.prepared
+        config, loaded, libc = prepared.config, prepared.loaded, "".join(platform.libc_ver())
         left_out = {failure.member for failure in self.left_out}
-        loaded, libc = prepared.loaded, "".join(platform.libc_ver())
-        names = [model.name for model in prepared.config.models]
+        names = [model.name for model in config.models]
         gpus = self.pool.seen if self.pool else prepared.plan.gpus
-        files = dict(results.files)  # a copy, because another thread may be finishing a member
-        predictions = [title for title in map(predictions_title, names) if title in files]
+        # Copies, because another thread may be finishing a member.
+        results = {name: copy.copy(value) for name, value in vars(self.results).items()}
+        titles = [*filter(results["files"].get, map(predictions_title, names)), *results["files"]]
+        results["files"] = {title: results["files"][title] for title in titles}
         report = RunReport(
+            **results,
+            schema=SCHEMA,
             status=status,
             pid=os.getpid(),
             versions=_versions(self.models),
@@ -88,27 +102,19 @@ class RunState:
             null_texts=dict(prepared.table.null_texts),
             timing={"total_seconds": round(boot_seconds() - self.began, 3)},
             idle_gaps=idle_gaps(worker for state in self.models for worker in state.workers),
-            members=tuple(map(self._member, members_of(self.models))),
+            members=tuple(map(self._member, by_member(self.models))),
             left_out=tuple(name for name in names if name in left_out),
-            merged_rows=dict(results.merged_rows),
-            filled_rows=results.filled_rows,
-            scores=dict(results.scores),
-            answers=dict(results.answers),
-            nodes=self._nodes(),
-            gain=results.gain,
-            on_bad_row=prepared.config.on_bad_row,
+            nodes=tuple(self.node_changes),
+            on_bad_row=config.on_bad_row,
             explanation=self.explanation,
-            ensemble=prepared.config.ensemble.model_dump(mode="json", exclude_none=True),
-            allowed_labels=results.allowed_labels,
+            ensemble=config.ensemble.model_dump(mode="json", exclude_none=True),
             rules=self._rules(),
             warnings=tuple(prepared.warnings),
-            files={title: str(files[title].absolute()) for title in dict.fromkeys([*predictions, *files])},
             config=loaded.text,
             config_files=tuple(map(str, loaded.paths)),
             overrides=tuple(loaded.overrides),
-            table=str(prepared.config.data.path.absolute()),
-            fitted_on=results.fitted_on,
-            tuned_on=None if tuned_on is None else tuned_on.model_dump(mode="json"),
+            table=str(config.data.path.absolute()),
+            tuned_on=None if config.tuned_on is None else config.tuned_on.model_dump(mode="json"),
         )
         redacted: RunReport = loaded.redactor.document(report)
         return redacted
@@ -132,18 +138,6 @@ class RunState:
             devices=devices,
         )
 
-    def _nodes(self) -> tuple[NodeReport, ...]:
-        nodes = {host.node: NodeReport(host.node, host.total_bytes) for host in self.prepared.inventory.hosts}
-        for change in self.node_changes:
-            if not change.is_lost:
-                known = nodes.get(change.node, NodeReport(change.node, change.total_bytes))
-                nodes[change.node] = replace(known, joined_after_seconds=change.after_seconds)
-            elif change.node in nodes:
-                nodes[change.node] = replace(
-                    nodes[change.node], lost_after_seconds=change.after_seconds, why_lost=change.why
-                )
-        return tuple(nodes.values())
-
     def _rules(self) -> tuple[RuleReport, ...]:
         rules = self.prepared.post.rules
         if rules is None or "ensemble" not in self.results.files:
@@ -153,57 +147,36 @@ class RunState:
             for rule, rows in zip(rules.rules, rules.rows, strict=True)
         )
 
-    def _member(self, member: MemberProgress) -> MemberReport:
-        name, work, results, plan = member.name, self.works[member.name], self.results, member.plan
+    def _member(self, states: Sequence[ModelState]) -> MemberReport:
+        progress, plan = progress_of(states), states[0].plan
+        name, work = progress.name, self.works[progress.name]
         settings = next(model for model in self.prepared.config.models if model.name == name)
-        states = member.models
-        counters = sum((state.counters for state in states), Counters())
         # If an earlier run completed the member, the report shows the workers of that run.
-        is_reused = work.is_complete and not member.workers
-        workers = work.workers if is_reused else tuple(map(_worker_report, member.workers))
+        is_reused = work.is_complete and not progress.workers
+        workers = work.workers if is_reused else progress.workers
         bad_rows = work.bad_rows if work.is_complete else work.bad_rows_of_jobs()
         given_files = () if plan.needs_worker else plan.loaded.kind.sources()
         jobs = [job for job in jobs_of(self.prepared.models, name) if job.view]
-        outcome: Literal["complete", "unfinished"] = "complete" if member.finished else "unfinished"
+        outcome: Literal["complete", "unfinished"] = (
+            "complete" if all(state.finished for state in states) else "unfinished"
+        )
         return MemberReport(
-            name=name,
-            phase=member.phase,
-            status=outcome if member.failure is None else member.failure.outcome,
+            **{**vars(progress), "workers": workers},
+            status=outcome if progress.failure is None else progress.failure.outcome,
             weight=settings.weight,
             calibration={} if settings.calibration is None else settings.calibration.model_dump(mode="json"),
-            replicas=max(state.plan.replicas for state in states),
             fingerprint=work.fingerprint.digest,
-            reused_rows=member.reused_rows if plan.needs_worker else 0,
             taken_over=dict(sum((Counter(part.rows_taken) for part in work.parts), Counter())),
             work=sum(state.plan.work * state.computed_cost for state in states),
             computed_as=settings.computed_as,
             settings=dict(work.settings),
             speed=_speed_of(states),
             forecast=_memory_forecast(plan, workers),
-            progress=ProgressReport(
-                rows_done=member.rows_done,
-                share=round(member.fraction, 4),
-                tokens=member.tokens_done,
-                seconds=None if member.predicting_since is None else round(member.predicting_seconds, 3),
-                seconds_left=round(member.seconds_left, 3) if member.computed_cost else None,
-            ),
-            chunks=sum(len(state.plan.chunks) for state in states),
-            rows=counters.rows,
-            tokens=counters.tokens,
-            padded_tokens=counters.padded_tokens,
-            real_token_share=_share(counters.tokens, counters.padded_tokens),
-            lost_rows=sum(state.speed_meter.lost_rows for state in states),
+            counters=sum((state.counters for state in states), Counters()),
             bad_rows={str(row): bad_rows[row] for row in sorted(bad_rows)},
-            faults=tuple(fault for state in states for fault in state.faults),
-            failure=member.failure,
-            workers=workers,
-            cascade=None if settings.when is None else self._cascade(settings.when, name),
+            cascade=self._cascade(settings.when, name),
             activation=self.prepared.inspected[name].activation,
             views={job.view: self._view(work, job) for job in jobs},
-            view_cascades={
-                job.view: self._cascade(job.when, job.name) for job in jobs if job.when is not None
-            },
-            partial_rows=results.partial_rows.get(name, 0),
             given_files=tuple(map(os.path.abspath, given_files)),
             computed=self.computation(states),
             computed_before=work.computed_before,
@@ -214,25 +187,74 @@ class RunState:
 
         Nothing of an earlier run's jobs was read again then, unless some of them may lack rows.
         """
-        may_have = self.prepared.job_rows.get(job.name)
         rows = self.results.job_rows.get(job.name)
         (part,) = (part for part in work.jobs if part.name == job.name)
         if work.is_complete:
             is_counted = part.is_done if job.may_lack_rows else np.ones_like(part.is_done)
             selected = self.cascades.rows_of(job.name)
             rows = int((is_counted if selected is None else is_counted & selected).sum())
-        at_most = None if may_have is None else int(may_have.sum())
-        return ViewReport(job.weight, rows, at_most, part.fingerprint.digest)
+        return ViewReport(job.weight, rows, part.fingerprint.digest, self._cascade(job.when, job.name))
 
-    def _cascade(self, when: When, work: str) -> CascadeReport:
+    def _cascade(self, when: When | None, work: str) -> CascadeReport | None:
         """Return what ``when`` selected for a member or view."""
+        if when is None:
+            return None
         rows = self.cascades.rows_of(work)
         return CascadeReport(
-            when={**when},
-            rows=0 if rows is None else int(rows.sum()),
-            is_selected=self.cascades.is_selected(work),
-            comparison=self.results.comparisons.get(work),
+            {**when}, 0 if rows is None else int(rows.sum()), self.cascades.is_selected(work)
         )
+
+
+def by_member(models: Sequence[ModelState]) -> list[list[ModelState]]:
+    """Return the models of each member, in the order of their first models."""
+    members: dict[str, list[ModelState]] = {}
+    for state in models:
+        members.setdefault(state.plan.member, []).append(state)
+    return [*members.values()]
+
+
+def progress_of(states: Sequence[ModelState]) -> MemberProgress:
+    """Return how far a member is, by the states of its models."""
+    first, phases = states[0].plan, {state.phase for state in states}
+    shares = [1.0]  # of the member's work
+    if len(states) > 1:
+        work = sum(state.plan.work for state in states) or 1.0
+        shares = [state.plan.work / work for state in states]
+    fraction = sum(share * state.fraction for share, state in zip(shares, states, strict=True))
+    computed = sum(share * state.computed_cost for share, state in zip(shares, states, strict=True))
+    has_begun = any(state.predicting_since is not None for state in states)
+    seconds = sum(state.predicting_seconds for state in states)
+    seconds_left = states[0].seconds_left
+    if len(states) > 1 and computed:
+        seconds_left = seconds * (1.0 - fraction) / computed
+    return MemberProgress(
+        name=first.member,
+        phase=next(phase for phase in _MOST_TELLING if phase in phases),
+        replicas=max(state.plan.replicas for state in states),
+        has_rows=first.has_rows,
+        has_when=first.model.when is not None,
+        jobs=sum(len(state.plan.jobs) for state in states),
+        chunks=sum(len(state.plan.chunks) for state in states),
+        rows=sum(state.rows for state in states),
+        reused_rows=sum(state.reused_rows for state in states),
+        rows_done=sum(state.rows_done for state in states),
+        tokens_done=sum(state.tokens_done for state in states),
+        fraction=fraction,
+        computed_share=computed,
+        seconds=seconds if has_begun else None,
+        seconds_left=seconds_left if computed else None,
+        lost_rows=sum(state.speed_meter.lost_rows for state in states),
+        batch_size=first.request.batch_size,
+        in_hand=tuple(text for state in states for text in state.in_hand_texts),
+        faults=tuple(fault for state in states for fault in state.faults),
+        failure=next((state.failure for state in states if state.failure is not None), None),
+        workers=tuple(worker for state in states for worker in state.workers),
+    )
+
+
+def members_of(models: Sequence[ModelState]) -> list[MemberProgress]:
+    """Return the progress of each member, in the order of their first models."""
+    return [*map(progress_of, by_member(models))]
 
 
 def _versions(models: Sequence[ModelState]) -> dict[str, str]:
@@ -251,25 +273,12 @@ def _speed_of(models: Sequence[ModelState]) -> Speed:
     return replace(best, startup_seconds=max(speed.startup_seconds for speed in speeds))
 
 
-def _worker_report(worker: WorkerRecord) -> WorkerReport:
-    """Copy records to the fields of the same names; None if the worker did not get so far."""
-    facts: dict[str, Any] = {"notes": ()}
-    for part in (worker.ready, worker.closed, worker):
-        if part is not None:
-            facts |= vars(part)
-    facts |= worker.counters.rounded(3)
-    facts["forward_share"] = _share(worker.counters.forward_seconds, worker.life_seconds)
-    facts["device_name"] = worker.ready.device if worker.ready else None
-    facts["log"] = worker.log_path
-    fields: dict[str, Any] = {name: facts.get(name) for name in WorkerReport.__dataclass_fields__}
-    return WorkerReport(**fields)
-
-
-def _memory_forecast(plan: ModelPlan, workers: Sequence[WorkerReport]) -> MemoryForecast | None:
+def _memory_forecast(plan: ModelPlan, workers: Sequence[WorkerRecord]) -> MemoryForecast | None:
     footprint = plan.placement.footprint
     if footprint is None:
         return None
-    tokens = max((worker.token_budget or 0 for worker in workers), default=0) or footprint.width
+    budgets = [worker.ready.token_budget or 0 for worker in workers if worker.ready is not None]
+    tokens = max(budgets, default=0) or footprint.width
     if plan.request.batch_size is not None:  # a worker's budget does not count then
         tokens = plan.request.batch_size * footprint.width
     return MemoryForecast(
@@ -301,7 +310,3 @@ def _seconds_left(prepared: Prepared, models: Sequence[ModelState]) -> float | N
         compute_seconds = whole_seconds * state.work_left * state.plan.expected_share
         demands.append(replace(state.plan.demand, startup_seconds=startup, compute_seconds=compute_seconds))
     return round(prepared.plan.seconds_of(demands), 3)
-
-
-def _share(part: float, whole: float | None) -> float | None:
-    return round(part / whole, 4) if whole else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Final, Literal
@@ -33,14 +33,14 @@ from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
 from ensemble.merging.post_process import RowRules
-from ensemble.merging.scoring import CascadeComparison, CascadeScoring, Gain, Resamples, Score, Scoring
+from ensemble.merging.scoring import CascadeScoring, Gain, Resamples, Scoring
 from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepare import given_predictions
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.resume import MemberWork, demand_unchanged, mean_of_jobs, values_of, write_manifest
 from ensemble.pipeline.reuse import write_bits
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import AllowedLabelsReport, Computation
+from ensemble.pipeline.run_report import AllowedLabelsReport, Computation, Results
 from ensemble.planning.plan import ModelPlan
 
 # The ensemble's name among the scores.
@@ -50,37 +50,6 @@ _Values = npt.NDArray[np.float64]
 
 def predictions_title(member: str) -> str:
     return f"predictions of {member}"
-
-
-@dataclass
-class Results:
-    """Hold the results of a run.
-
-    Attributes:
-        scores: by member name, and of the ensemble.
-        gain: of the ensemble over its best member; None if no member has all rows, or there is only one.
-        files: by what they are, in the order in which they were made.
-        merged_rows: how many rows each merged member gave.
-        filled_rows: how many rows no member gave.
-        kept_submission: a sentence about one of an earlier run that stays; empty: this run's own is written.
-        answers: scores of the answers by the submission's column and by metric.
-        comparisons: of the ensemble with and without each member with ``when``.
-        job_rows: how many rows each job has, of members that were merged before they were complete.
-        partial_rows: how many rows of these members are the mean of some of their views only.
-    """
-
-    scores: dict[str, Score] = field(default_factory=dict)
-    gain: Gain | None = None
-    files: dict[str, Path] = field(default_factory=dict)
-    merged_rows: dict[str, int] = field(default_factory=dict)
-    filled_rows: int = 0
-    kept_submission: str = ""
-    comparisons: dict[str, CascadeComparison] = field(default_factory=dict)
-    job_rows: dict[str, int] = field(default_factory=dict)
-    partial_rows: dict[str, int] = field(default_factory=dict)
-    answers: dict[str, dict[str, float]] = field(default_factory=dict)
-    fitted_on: FittingConfig | None = None
-    allowed_labels: AllowedLabelsReport | None = None
 
 
 class ResultWriter:
@@ -121,7 +90,7 @@ class ResultWriter:
             if not all(part.is_complete for part in work.parts):
                 return
             self._complete(work, self._mean_of_complete(name), by_member)
-        self.results.files[predictions_title(name)] = self._rundir.predictions(name)
+        self.results.files[predictions_title(name)] = str(self._rundir.predictions(name).absolute())
 
     def _mean_of_complete(self, member: str) -> _Values:
         """Return the mean of a member's jobs, [rows, labels]; NaN in rows that the member is not to have."""
@@ -241,7 +210,7 @@ class ResultWriter:
         with atomic_path(self._rundir.ensemble) as temporary:
             names = [self._config.data.id_column, *self._labels]
             write_csv(temporary, names, [table.ids, *map(pa.array, all_values.T)])
-        self.results.files["ensemble"] = self._rundir.ensemble
+        self.results.files["ensemble"] = str(self._rundir.ensemble.absolute())
         sample = self._prepared.sample
         if submission is None or sample is None:
             return
@@ -258,7 +227,7 @@ class ResultWriter:
                     shutil.copyfile(path, temporary)
                 self._keep_earlier(sample, submission.path, temporary)
             path = submission.path
-        self.results.files["submission"] = path
+        self.results.files["submission"] = str(path.absolute())
 
     def _keep_earlier(self, sample: Sample, path: Path, temporary: Path) -> None:
         """Put a submission that stands there in place of a new one in which no member has predicted a row."""

@@ -53,10 +53,11 @@ from ensemble.pipeline.fingerprint import (
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.reuse import EarlierWork, write_row_file, write_shards
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import Computation, MemberReport, RunReport, WorkerReport, computations_of
+from ensemble.pipeline.run_report import Computation, MemberReport, RunReport, computations_of
 from ensemble.planning.plan import CpuChoice, ModelPlan, Plan
 from ensemble.scheduling.batches import BatchRecord
 from ensemble.scheduling.launchers.local import worker_threads
+from ensemble.scheduling.records import WorkerRecord
 
 
 @dataclass
@@ -82,7 +83,7 @@ class MemberWork:
     is_done: npt.NDArray[np.bool_]
     bad_rows: dict[int, str] = field(default_factory=dict)
     is_complete: bool = False
-    workers: tuple[WorkerReport, ...] = ()
+    workers: tuple[WorkerRecord, ...] = ()
     computed_before: tuple[Computation, ...] = ()
     why_again: str = ""
     files: dict[str, FileDigest] = field(default_factory=dict)

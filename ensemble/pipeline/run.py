@@ -27,10 +27,9 @@ from ensemble.jobs.job import member_of
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.progress import MemberProgress, members_of
 from ensemble.pipeline.remote import demand_writable_results
 from ensemble.pipeline.report_page import write_page
-from ensemble.pipeline.reporting import RunState
+from ensemble.pipeline.reporting import RunState, by_member, members_of
 from ensemble.pipeline.results import ResultWriter
 from ensemble.pipeline.resume import (
     Choices,
@@ -44,7 +43,7 @@ from ensemble.pipeline.resume import (
 )
 from ensemble.pipeline.reuse import demand_reusable
 from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to, system_errors_in
-from ensemble.pipeline.run_report import MERGED, RunReport
+from ensemble.pipeline.run_report import MERGED, MemberProgress, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_gpu_memory
 from ensemble.planning.plan import CpuChoice, ModelPlan
@@ -197,7 +196,8 @@ class _Run(RunState, RunHooks):
             if self.models:  # otherwise the report of an earlier run says more
                 # An error that ended the run matters more than one of its report; a merged run needs its report.
                 with contextlib.nullcontext() if self.status in MERGED else contextlib.suppress(WriteError):
-                    self.results.files |= {"log": rundir.run_log, "run.json": rundir.run_json}
+                    logs = {"log": rundir.run_log, "run.json": rundir.run_json}
+                    self.results.files |= {title: str(path.absolute()) for title, path in logs.items()}
                     self.report(self.status).write(rundir.run_json)
         # A member that was left out can resume from its shards.
         if self.status == "complete" and not self.left_out:
@@ -445,8 +445,9 @@ class _Run(RunState, RunHooks):
         """Merge the members, unless one has failed that the run may not go on without."""
         self._end_early()
         members = members_of(self.models)
-        good = [progress.settings for progress in members if progress.failure is None]
         failures = [progress.failure for progress in members if progress.failure is not None]
+        failed = {progress.name for progress in members if progress.failure is not None}
+        good = [member for member in self._config.models if member.name not in failed]
         may_go_on = self._config.on_member_failure == "continue"
         is_timed = self._config.time_limit is not None
         weighted = [member for member in good if member.has_weight]
@@ -473,20 +474,20 @@ class _Run(RunState, RunHooks):
 
     def _end_early(self) -> None:
         """Complete the members that lack nothing but rows of which they have as many as there was time for."""
-        for member in members_of(self.models):
+        for states in by_member(self.models):
             # Bad rows would fail the member; so it stays unfinished, as at any end of the time.
-            is_bad = self._config.on_bad_row != "uniform" and any(state.bad_rows for state in member.models)
-            if is_bad or not member.may_end_early:
+            is_bad = self._config.on_bad_row != "uniform" and any(state.bad_rows for state in states)
+            unfinished = [state for state in states if not state.finished]
+            if is_bad or not unfinished or not all(state.may_end_early for state in unfinished):
                 continue
-            self.cascades.keep_computed(member.name)
-            for state in member.models:
-                if state.finished:
-                    continue
+            member = states[0].plan.member
+            self.cascades.keep_computed(member)
+            for state in unfinished:
                 state.end_early()
                 try:
                     self.on_finished(state)
                 except MergeError as error:
-                    state.fail(Failure(member.name, str(error)))
+                    state.fail(Failure(member, str(error)))
 
     def _check_outcome(self, reserve: float) -> None:
         """Warn if the table has changed, and explain where the time went if the limit left none to compute rows."""

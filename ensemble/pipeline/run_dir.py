@@ -47,7 +47,7 @@ log = logging.getLogger("ensemble")
 # The beginnings of files that only runs write: logs, reports, manifests and files of rows.
 _MADE_BY_RUNS = re.compile(
     rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ensemble \S+ runs as process \d+ on "
-    rb'|\{\s*"status": "\w+",\s*"pid": \d+,\s*"versions": \{\s*"ensemble": "'
+    rb'|\{\s*"schema": "ensemble run \d+",'
     rb'|\{\s*"fingerprint": \{\s*"scheme": \d+,\s*"settings": "[0-9a-f]{64}"'
 )
 

@@ -21,48 +21,14 @@ from ensemble.config.schema import FittingConfig, RuleConfig
 from ensemble.config.values import AnyWeight, weight_numbers
 from ensemble.merging.scoring import CascadeComparison, Gain, Score
 from ensemble.planning.forecast import Speed
-from ensemble.scheduling.records import Failure, FaultRecord, Gap
+from ensemble.scheduling.records import Failure, FaultRecord, Gap, NodeChange, WorkerRecord
 from ensemble.scheduling.state import Phase
 
 # ``time_limit``: merged, but not with all rows of all members.
+SCHEMA: Final = "ensemble run 1"  # another number: run.json of other versions is refused
 Status = Literal["running", "complete", "time_limit", "failed", "interrupted"]
+PeakName = Literal["peak_memory_bytes", "peak_gpu_memory_bytes", "peak_gpu_allocated_bytes"]
 MERGED: Final = ("complete", "time_limit")  # the statuses of runs that have written an ensemble
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerReport(Counters):
-    """Report a worker; ``..._after_seconds`` count from the run's start, None: the worker did not get so far.
-
-    ``peak_gpu_memory_bytes`` is what torch reserved on the GPU, ``peak_gpu_allocated_bytes`` what tensors took of
-    that.
-    """
-
-    replica: int
-    devices: tuple[str, ...]
-    process: str
-    exit_code: int | None
-    started_after_seconds: float
-    leased_after_seconds: float
-    start_seconds: float | None
-    load_seconds: float | None
-    life_seconds: float | None
-    forward_share: float | None
-    peak_memory_bytes: int | None
-    peak_gpu_memory_bytes: int | None
-    peak_gpu_allocated_bytes: int | None
-    device_name: str | None
-    dtype: str | None
-    attn_implementation: str | None
-    parameters: int | None
-    max_length: int | None
-    token_budget: int | None
-    notes: tuple[str, ...]
-    log: str
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Return a key that identifies the worker among its member's workers."""
-        return self.replica, self.process, self.started_after_seconds, self.rows
 
 
 @dataclass(frozen=True)
@@ -78,19 +44,8 @@ class MemoryForecast:
 
 
 @dataclass(frozen=True)
-class ProgressReport:
-    """Report how far a member is, with chunks in progress; ``seconds`` and ``seconds_left`` are of computing."""
-
-    rows_done: int = 0
-    share: float = 0.0
-    tokens: int = 0
-    seconds: float | None = None
-    seconds_left: float | None = None
-
-
-@dataclass(frozen=True)
 class CascadeReport:
-    """Report a member or view with ``when``; compare the ensemble with and without a member if the truth is known.
+    """Report what ``when`` of a member or view selected.
 
     ``rows`` is how many were selected, for ``share: as_time_allows`` how many there was time for at the end.
     """
@@ -98,7 +53,6 @@ class CascadeReport:
     when: dict[str, float | str]
     rows: int
     is_selected: bool
-    comparison: CascadeComparison | None
 
 
 @dataclass(frozen=True)
@@ -119,14 +73,13 @@ class RuleReport:
 class ViewReport:
     """Report a view of a member, and how many rows it has; None before the first merge.
 
-    ``at_most`` is how many rows its model may predict, as it was trained on the others; None: all. ``fingerprint``
-    is that of its job.
+    ``fingerprint`` is that of its job.
     """
 
     weight: float
     rows: int | None
-    at_most: int | None = None
     fingerprint: str = ""
+    cascade: CascadeReport | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,55 +93,90 @@ class Computation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemberReport:
+class MemberProgress:
+    """Hold how far a member is, for displays while it runs, and for its report; rows count once for each job.
+
+    Attributes:
+        replicas: 0: its predictions were made elsewhere.
+        jobs: how many it has.
+        chunks: how many were left to do when this run began.
+        rows: how many it is to have, as far as that is known.
+        reused_rows: how many were done when this run began.
+        rows_done: with chunks in progress; so are ``tokens_done``, and the share of the work that this run has
+            done, ``computed_share``.
+        fraction: the share of all of its work that is done.
+        seconds: of computing, one model behind the other; None before the first chunk.
+        seconds_left: at the speed so far; None before this run has done anything.
+        lost_rows: at least so many were computed and not kept, because the time limit ended their chunk.
+        batch_size: as in the config.
+        in_hand: the titles of jobs without rows that workers do, and how far these are.
+    """
+
+    name: str
+    phase: Phase
+    replicas: int = 1
+    has_rows: bool = True
+    has_when: bool = False
+    jobs: int = 1
+    chunks: int = 0
+    rows: int = 0
+    reused_rows: int = 0
+    rows_done: int = 0
+    tokens_done: int = 0
+    fraction: float = 0.0
+    computed_share: float = 0.0
+    seconds: float | None = None
+    seconds_left: float | None = None
+    lost_rows: int = 0
+    batch_size: int | None = None
+    in_hand: tuple[str, ...] = ()
+    faults: tuple[FaultRecord, ...] = ()
+    failure: Failure | None = None
+    workers: tuple[WorkerRecord, ...] = ()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens_done / self.seconds if self.seconds and self.tokens_done else None
+
+    @property
+    def rows_per_second(self) -> float | None:
+        """Return the speed of members without tokens."""
+        computed = max(0, self.rows_done - self.reused_rows)
+        return computed / self.seconds if self.seconds and computed and not self.tokens_done else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberReport(MemberProgress):
     """Report a member.  With views, all counts of rows except ``bad_rows`` count a row once for each view.
 
     Attributes:
-        reused_rows: how many were done when this run began.
-        taken_over: how many rows were taken over from each other work, by its path.
-        chunks: how many were left to do when this run began.
-        bad_rows: the reason of each table row that could not be computed.
         workers: those of an earlier run, if that completed the member.
+        counters: of this run's chunks.
+        taken_over: how many rows were taken over from each other work, by its path.
+        work: what this run has done, in the units of ``speed``.
+        bad_rows: the reason of each table row that could not be computed.
         calibration: of the merge, as in the config; empty if there is none.
-        partial_rows: how many rows lack some of their views, and are the mean of the others.
-        lost_rows: at least so many were computed and not kept, because the time limit ended their chunk.
         settings: a digest of each key that the probabilities may depend on.
-        view_cascades: of its views with ``when``, by their names.
         given_files: absolute paths of its predictions, if they were made elsewhere.
         computed: what this run computed rows with; None if it computed none.
         computed_before: what earlier runs computed rows with, the oldest first.
     """
 
-    name: str
-    phase: Phase
     status: Literal["failed", "left out", "complete", "unfinished"]
     weight: AnyWeight
-    replicas: int
-    fingerprint: str | None
-    reused_rows: int
-    taken_over: dict[str, int]
-    work: float
-    computed_as: str
-    settings: dict[str, str]
-    speed: Speed
-    forecast: MemoryForecast | None
-    progress: ProgressReport
-    chunks: int
-    rows: int
-    tokens: int
-    padded_tokens: int
-    real_token_share: float | None
-    bad_rows: dict[str, str]
-    faults: tuple[FaultRecord, ...]
-    failure: Failure | None
-    workers: tuple[WorkerReport, ...]
     activation: Activation
+    fingerprint: str | None
+    computed_as: str
+    speed: Speed
+    work: float
+    forecast: MemoryForecast | None = None
+    counters: Counters = field(default_factory=Counters)
+    taken_over: dict[str, int] = field(default_factory=dict)
+    bad_rows: dict[str, str] = field(default_factory=dict)
     cascade: CascadeReport | None = None
     calibration: dict[str, Any] = field(default_factory=dict)
     views: dict[str, ViewReport] = field(default_factory=dict)
-    view_cascades: dict[str, CascadeReport] = field(default_factory=dict)
-    partial_rows: int = 0
-    lost_rows: int = 0
+    settings: dict[str, str] = field(default_factory=dict)
     given_files: tuple[str, ...] = ()
     computed: Computation | None = None
     computed_before: tuple[Computation, ...] = ()
@@ -203,24 +191,18 @@ class MemberReport:
         return any(weight_numbers(self.weight))
 
     @property
-    def workers_now(self) -> tuple[WorkerReport, ...]:
+    def workers_now(self) -> tuple[WorkerRecord, ...]:
         return self.workers if self.chunks else ()
 
     @property
-    def counters(self) -> Counters:
-        """Return the sum of the counters of this run's workers."""
-        return sum(self.workers_now, Counters())
+    def worker_counters(self) -> Counters:
+        """Return the sum of the workers' counters, of an earlier run's if that completed the member."""
+        return sum((worker.counters for worker in self.workers), Counters())
 
-
-@dataclass(frozen=True)
-class NodeReport:
-    """Report a node of a cluster; times count from when workers could begin; None: it did not join or leave."""
-
-    name: str
-    total_bytes: int
-    joined_after_seconds: float | None = None
-    lost_after_seconds: float | None = None
-    why_lost: str = ""
+    def peak(self, name: PeakName) -> int:
+        """Return the most memory that a worker took; 0 if it is not known."""
+        closed = [worker.closed for worker in self.workers if worker.closed is not None]
+        return max((getattr(ending, name) or 0 for ending in closed), default=0)
 
 
 @dataclass(frozen=True)
@@ -232,61 +214,83 @@ class AllowedLabelsReport:
     sha256: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunReport:
+@dataclass(kw_only=True)
+class Results:
+    """Hold what the merge of a run has made.
+
+    Attributes:
+        scores: by member name, and of the ensemble.
+        gain: of the ensemble over its best member; None if no member has all rows, or there is only one.
+        answers: scores of the answers by the submission's column and by metric.
+        files: absolute paths by what they are, in the order in which they were made.
+        merged_rows: how many rows each merged member gave.
+        filled_rows: how many rows no member gave.
+        kept_submission: a sentence about one of an earlier run that stays; empty: this run's own is written.
+        comparisons: of the ensemble with and without each member or job with ``when``, if the truth is known.
+        job_rows: how many rows each job has, of members that were merged before they were complete.
+        partial_rows: how many rows of these members are the mean of some of their views only.
+        fitted_on: the config's ``fitted_on``, if the run has scored the same rows; else None.
+        allowed_labels: once they have been applied; None: all labels are possible in each row.
+    """
+
+    scores: dict[str, Score] = field(default_factory=dict)
+    gain: Gain | None = None
+    answers: dict[str, dict[str, float]] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    merged_rows: dict[str, int] = field(default_factory=dict)
+    filled_rows: int = 0
+    kept_submission: str = ""
+    comparisons: dict[str, CascadeComparison] = field(default_factory=dict)
+    job_rows: dict[str, int] = field(default_factory=dict)
+    partial_rows: dict[str, int] = field(default_factory=dict)
+    fitted_on: FittingConfig | None = None
+    allowed_labels: AllowedLabelsReport | None = None
+
+
+@dataclass(kw_only=True)
+class RunReport(Results):
     """Hold the content of run.json: seconds, bytes and counts; no text is a secret.
 
     Attributes:
+        files: the members' in the config's order, then the others.
         written_at: in UTC, as ISO 8601.
         seconds_left: from ``written_at`` on; None if it is not known.
         timing: seconds by phase of the whole run.
         idle_gaps: in which a device computed nothing between two members.
-        nodes: of the cluster; none on one machine.
-        answers: scores of the answers by the submission's column and by metric.
-        gain: of the ensemble over its best member; None if there is none.
+        nodes: of a cluster, which joined or were lost while the run went on, in this order.
         explanation: a sentence about where the time went, if a time limit left none to compute rows.
-        allowed_labels: once they have been applied; None: all labels are possible in each row.
         rules: in the config's order, once they have been applied.
-        files: results by what they are: the members' in the config's order, then the others.
         config: the YAML as it was written; for several files, or with ``${CONFIG_DIR}``, all in one, with the
             overrides and that folder.
         table: the absolute path of the input table.
-        fitted_on: the config's ``fitted_on``, if the run has scored the same rows; else None.
         tuned_on: the config's ``tuned_on``; None if ``tune`` wrote none of its files.
     """
 
+    schema: Literal["ensemble run 1"]
     status: Status
     pid: int
     versions: dict[str, str]
     written_at: str
-    seconds_left: float | None
     platform: str
     devices: tuple[Device, ...]
-    driver_version: str | None
     rows: int
-    null_texts: dict[str, int]
     timing: dict[str, float]
-    idle_gaps: tuple[Gap, ...]
     members: tuple[MemberReport, ...]
-    left_out: tuple[str, ...]
-    merged_rows: dict[str, int]
-    filled_rows: int
-    scores: dict[str, Score]
     on_bad_row: str
-    nodes: tuple[NodeReport, ...] = ()
-    gain: Gain | None = None
-    answers: dict[str, dict[str, float]] = field(default_factory=dict)
+    seconds_left: float | None = None
+    driver_version: str | None = None
+    null_texts: dict[str, int] = field(default_factory=dict)
+    idle_gaps: tuple[Gap, ...] = ()
+    left_out: tuple[str, ...] = ()
+    nodes: tuple[NodeChange, ...] = ()
     explanation: str = ""
     ensemble: dict[str, Any] = field(default_factory=dict)
-    allowed_labels: AllowedLabelsReport | None = None
     rules: tuple[RuleReport, ...] = ()
     warnings: tuple[str, ...] = ()
-    files: dict[str, str] = field(default_factory=dict)
     config: str = ""
     config_files: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     table: str = ""
-    fitted_on: FittingConfig | None = None
     tuned_on: dict[str, Any] | None = None
 
     def table_path(self) -> Path:
@@ -320,7 +324,8 @@ class RunReport:
     def write(self, path: Path) -> None:
         """Write run.json; numbers that JSON does not have become texts, such as "NaN"."""
         # Much faster than the standard library; with hundreds of workers it is a megabyte each time.
-        write_text(path, to_json(self, indent=2, inf_nan_mode="strings").decode() + "\n")
+        document = {"schema": self.schema} | vars(self)
+        write_text(path, to_json(document, indent=2, inf_nan_mode="strings").decode() + "\n")
 
     @classmethod
     def read(cls, path: Path) -> RunReport:

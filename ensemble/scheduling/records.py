@@ -62,7 +62,7 @@ class FaultRecord:
 
 @dataclass
 class WorkerRecord:
-    """Record what one worker did, for run.json.
+    """Record what one worker did, for run.json, too.
 
     Attributes:
         devices: UUIDs, or "cpu" with its node.
@@ -92,6 +92,15 @@ class WorkerRecord:
     closed: Closed | None = None
     versions: dict[str, str] = field(default_factory=dict)
     node: str = ""
+
+    @property
+    def is_running(self) -> bool:
+        return self.life_seconds is None and self.exit_code is None
+
+    @property
+    def forward_share(self) -> float | None:
+        """Return the share of its life in forward passes; None if its life is not over."""
+        return self.counters.forward_seconds / self.life_seconds if self.life_seconds else None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ensemble.common.text import duration, gib, shown_path
 from ensemble.config import LoadedConfig, MemberConfig
 from ensemble.members.huggingface.training_from_base import TrainingFromBase
 from ensemble.members.registry import member_kind
-from ensemble.pipeline.progress import members_of
+from ensemble.pipeline.reporting import members_of
 from ensemble.pipeline.run import Display, rules_of
 from ensemble.pipeline.signals import Signals
 from ensemble.pipeline.training_dir import Part, TrainingDir

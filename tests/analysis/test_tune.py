@@ -418,7 +418,8 @@ def test_ctrl_c_keeps_what_is_tried_and_a_run_takes_what_is_written(
     assert (report["tuned_on"]["devices"], len(report["warnings"])) == (["Tesla T4"], 2)
     assert report["members"][0]["reused_rows"] == 300, "where it was measured changes no numbers"
     assert all(
-        worker["peak_memory_bytes"] and worker["life_seconds"] for worker in report["members"][0]["workers"]
+        worker["closed"]["peak_memory_bytes"] and worker["life_seconds"]
+        for worker in report["members"][0]["workers"]
     )
 
     project.write_config({"models": [{"name": "lama", "dtype": "bfloat16"}]}, "tuned.yaml")

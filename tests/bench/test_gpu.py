@@ -18,10 +18,10 @@ SHAPE = {"vocab_size": 100, "hidden_size": 10, "num_attention_heads": 2, "num_hi
 def member(
     seconds: float = 2.0, tokens: int = 1000, budget: int | None = 4096, **worker: Any
 ) -> dict[str, Any]:
-    known = {"tokens": tokens, "predict_seconds": seconds, "forward_seconds": seconds / 2, "parameters": 2000,
-             "token_budget": budget, "dtype": "bfloat16", "attn_implementation": "sdpa", "load_seconds": 1.5,
-             "peak_gpu_memory_bytes": 1 << 30}  # fmt: skip
-    return {"name": "m", "workers": [{**known, **worker}]}
+    counters = {"tokens": tokens, "predict_seconds": seconds, "forward_seconds": seconds / 2, **worker}
+    ready = {"parameters": 2000, "token_budget": budget, "dtype": "bfloat16", "attn_implementation": "sdpa"}
+    known = {"load_seconds": 1.5, "ready": ready, "closed": {"peak_gpu_memory_bytes": 1 << 30}}
+    return {"name": "m", "workers": [{**known, "counters": counters}]}
 
 
 def test_operations_are_those_that_torch_counts(tmp_path: Path) -> None:

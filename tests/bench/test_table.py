@@ -20,15 +20,15 @@ FLOOR = Target("the floor", "two", "floor", 1.10, phase=True)
 
 def worker(**changes: Any) -> dict[str, Any]:
     known = {"started_after_seconds": 0.4, "leased_after_seconds": 0.4,
-             "start_seconds": 3.0, "load_seconds": 0.5, "predict_seconds": 20.0,
-             "forward_seconds": 18.0, "life_seconds": 24.0}  # fmt: skip
+             "start_seconds": 3.0, "load_seconds": 0.5, "life_seconds": 24.0,
+             "counters": {"predict_seconds": 20.0, "forward_seconds": 18.0}}  # fmt: skip
     return {**known, **changes}
 
 
 def found_of(ours: list[float], loop: list[float]) -> Found:
     result = Found()
     gap = {"device": "cpu", "after": "l", "before": "m", "seconds": 0.25}
-    members = [{"name": "m", "real_token_share": 0.97, "workers": [worker()]}]
+    members = [{"name": "m", "counters": {"tokens": 97, "padded_tokens": 100}, "workers": [worker()]}]
     report: dict[str, Any] = {"members": members, "idle_gaps": [gap]}
     for number, seconds in enumerate(ours):
         sample = Sample(Measured(seconds, 500 * MIB), seconds - 5, report)

@@ -11,7 +11,7 @@ from rich.console import Console
 from ensemble.cli.progress import BarDisplay, PlainDisplay, QuietDisplay, choose_display, describe
 from ensemble.common.protocol import Progress
 from ensemble.common.text import duration
-from ensemble.pipeline.progress import MemberProgress
+from ensemble.pipeline.reporting import members_of, progress_of
 from ensemble.planning.plan import make_plan
 from ensemble.scheduling.records import WorkerRecord
 from ensemble.scheduling.state import ModelState
@@ -30,21 +30,21 @@ def test_plain_lines_come_with_each_phase_and_every_few_seconds() -> None:
     display = PlainDisplay(file, clock=lambda: clock[0])
     state = member()
     state.clock = lambda: clock[0]
-    display.update([MemberProgress([state])])
+    display.update(members_of([state]))
     assert file.getvalue() == "", "a member that waits is not worth a line"
     state.workers.append(WorkerRecord("m0", 0, ("cpu",), "7", "log", 0.0, 0.0))
     for clock[0] in (101.0, 103.0, 107.0):
-        display.update([MemberProgress([state])])
+        display.update(members_of([state]))
     assert file.getvalue().splitlines() == ["m0: starting Python", "m0: starting Python, 6.0 s"]
     state.predicting_since = 108.0
     chunk = state.chunks.pending[0]
     state.take(chunk)
     state.advance(Progress(chunk=chunk.index, rows=125, tokens=5000, padded_tokens=5100))
     for clock[0] in (108.0, 110.0, 113.5, 114.0, 118.6):
-        display.update([MemberProgress([state])])
+        display.update(members_of([state]))
     assert len(file.getvalue().splitlines()[2:]) == 2, "no row has come since the last line"
     state.advance(Progress(chunk=chunk.index, rows=250, tokens=9000, padded_tokens=9100))
-    display.update([MemberProgress([state])])
+    display.update(members_of([state]))
     lines = file.getvalue().splitlines()[2:]
     assert lines[0] == "m0: predicting 1,000 rows"
     assert len(lines) == 3
@@ -59,7 +59,7 @@ def test_a_terminal_shows_the_seconds_while_python_starts() -> None:
     state = member()
     state.workers.append(WorkerRecord("m0", 0, ("cpu",), "7", "log", 0.0, 0.0))
     for clock[0] in (101.0, 108.0):
-        display.update([MemberProgress([state])])
+        display.update(members_of([state]))
     display.stop()
     assert isinstance(console.file, io.StringIO)
     assert "starting Python, 7.0 s" in console.file.getvalue()
@@ -70,7 +70,7 @@ def test_rows_of_several_views_are_called_that() -> None:
     (plan,) = make_plan(models, {"m0": facts(lengths, views=TEMPLATES)}, []).models
     state, file = ModelState(plan, clock=lambda: 2.0), io.StringIO()
     state.predicting_since = 1.0
-    PlainDisplay(file).update([MemberProgress([state])])
+    PlainDisplay(file).update(members_of([state]))
     count = len(TEMPLATES)
     assert file.getvalue() == f"m0: predicting {count * 100} rows of {count} views\n"
 
@@ -84,7 +84,7 @@ def test_time_left_follows_the_work_and_not_the_rows() -> None:
     state.advance(Progress(chunk=chunk.index, rows=chunk.rows, tokens=1, padded_tokens=1))
     share = chunk.cost
     assert state.fraction == pytest.approx(share)
-    assert f"{duration(10 * (1 - share) / share)} left" in describe(MemberProgress([state]))
+    assert f"{duration(10 * (1 - share) / share)} left" in describe(progress_of([state]))
 
 
 class Terminal(io.StringIO):
@@ -107,7 +107,7 @@ def test_bars_are_drawn_from_the_first_update_on() -> None:
     display = BarDisplay(file, Console(file=file, width=100))
     display.say("two models")
     assert file.getvalue() == "two models\n"
-    display.update([MemberProgress([member()])])
+    display.update(members_of([member()]))
     display.say("a note")
     display.stop()
     assert "m0" in file.getvalue()

@@ -18,7 +18,7 @@ from ensemble.merging.scoring import Gain, Interval, Score
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.resume import find_work, write_manifest
 from ensemble.pipeline.run_dir import RunDir, hold
-from ensemble.pipeline.run_report import MemoryForecast, ProgressReport, RunReport
+from ensemble.pipeline.run_report import MemoryForecast, RunReport
 from ensemble.scheduling.records import Failure, FaultRecord, Gap
 from tests.cli import reports
 from tests.cli.reports import member, report, worker
@@ -109,7 +109,11 @@ def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:
             faults=(FaultRecord("m", 0, "death", "it died", "", (0, 5), "tried again", 1.5),),
             failure=Failure("m", "out of luck", is_dropped=True),
             forecast=MemoryForecast(1, 2, 3, 4, 5, 6),
-            progress=ProgressReport(5, 0.5, 10, 1.5, 2.0),
+            rows_done=5,
+            fraction=0.5,
+            tokens_done=10,
+            seconds=1.5,
+            seconds_left=2.0,
         ),
         devices=(Device("GPU-1", "T4", (7, 5), 16, 1),),
         idle_gaps=(Gap("GPU-1", "a", "b", 1.5),),
@@ -146,6 +150,7 @@ def test_a_number_that_json_has_not_spoils_neither_the_file_nor_the_report(tmp_p
         (lambda text: "[" * 99_999, "(the file: Invalid JSON"),
         (lambda text: text.replace('"running"', '"asleep"'), "(status: Input should be 'running', "),
         (lambda text: text.replace('"members"', '"models"'), "(members: Field required)"),
+        (lambda text: text.replace("ensemble run 1", "ensemble run 0"), "(schema: Input should be 'ensemble"),
     ],
 )
 def test_a_report_that_cannot_be_read(rundir: RunDir, change: Callable[[str], str], words: str) -> None:

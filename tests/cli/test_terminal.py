@@ -12,7 +12,7 @@ from rich.console import Console
 from ensemble.cli.progress import BarDisplay, PlainDisplay
 from ensemble.cli.views.summary import view
 from ensemble.common.protocol import Ready
-from ensemble.pipeline.progress import MemberProgress
+from ensemble.pipeline.reporting import members_of
 from ensemble.pipeline.run_report import MemberReport, ViewReport
 from ensemble.scheduling.records import Gap, WorkerRecord
 from ensemble.scheduling.state import ModelState
@@ -36,9 +36,9 @@ def test_each_member_says_once_what_it_computes_with() -> None:
     bars = Console(file=io.StringIO(), force_terminal=True, width=100)
     plain = io.StringIO()
     for display in (PlainDisplay(plain), BarDisplay(bars.file, bars)):
-        display.update([MemberProgress([test_progress.member()])])
+        display.update(members_of([test_progress.member()]))
         for _ in range(3):
-            display.update([MemberProgress([state])])
+            display.update(members_of([state]))
     assert isinstance(bars.file, io.StringIO)
     for output in (plain.getvalue(), bars.file.getvalue()):
         assert output.count("m0: float16, eager attention, 16,384 tokens a batch\n") == 1
@@ -59,7 +59,7 @@ def test_what_it_computes_with(attention: str, batch_size: int | None, expected:
     request = replace(state.plan.request, batch_size=batch_size)
     state.plan = replace(state.plan, request=request)
     file = io.StringIO()
-    PlainDisplay(file).update([MemberProgress([state])])
+    PlainDisplay(file).update(members_of([state]))
     assert file.getvalue().splitlines()[0] == f"m0: {expected}"
 
 

@@ -43,7 +43,7 @@ def test_a_row_that_always_crashes_its_worker_is_found(
         ([6, 7], "again"),
         ([6, 7], "row set aside"),
     ]
-    assert member["rows"] == ROWS - 1, "the rest is done"
+    assert member["counters"]["rows"] == ROWS - 1, "the rest is done"
     assert forked.run(chunky.folder, *options, "--set", "on_bad_row=uniform", faults=injected) == 0
     assert re.search("llama: 1 row could not be computed .*equal probabilities.*: row 7;", forked.printed)
     (member,) = chunky.run_json()["members"]

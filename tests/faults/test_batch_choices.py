@@ -95,7 +95,11 @@ def float32_rows(project: Project) -> tuple[int, int, int]:
     """How many rows the last run computed, how many at once in float32, and how many again."""
     (member,) = project.run_json()["members"]
     (worker,) = member["workers"]
-    return worker["rows"], worker["float32_rows"], worker["recomputed_rows"]
+    return (
+        worker["counters"]["rows"],
+        worker["counters"]["float32_rows"],
+        worker["counters"]["recomputed_rows"],
+    )
 
 
 def killed_in_second_chunk(project: Project, folder: Path, environment: dict[str, str]) -> None:
@@ -119,7 +123,7 @@ def batches(project: Project, folder: str = "runs/first") -> tuple[int, int, str
     """How many rows and batches the worker computed, and its last note."""
     (member,) = project.run_json(folder)["members"]
     (worker,) = member["workers"]
-    return worker["rows"], worker["batches"], worker["notes"][-1]
+    return worker["counters"]["rows"], worker["counters"]["batches"], worker["ready"]["notes"][-1]
 
 
 @pytest.mark.long

@@ -127,19 +127,19 @@ def test_where_those_before_fail_it_goes_by_the_others_or_waits(
     fault = Fault("raise", ids_of(chunky, BAD), error="IndexError", times=3)  # of four rows, of two, of one
     assert forked.run(chunky.folder, faults=Injected(three, fault)) == 1, forked.printed
     first, second = chunky.run_json()["members"]
-    assert (first["status"], second["status"], second["rows"]) == ("failed", "unfinished", 0)
+    assert (first["status"], second["status"], second["counters"]["rows"]) == ("failed", "unfinished", 0)
     assert (second["cascade"]["rows"], second["cascade"]["is_selected"]) == (0, False)
     (item := tmp_path / "one").mkdir()
     faults = Injected(item, replace(fault, times=1))
     options = ["--set", "on_member_failure=continue"]
     assert forked.run(chunky.folder, *options, faults=faults) == 0, forked.printed
     first, second = chunky.run_json()["members"]
-    assert (first["status"], second["status"], second["rows"]) == ("failed", "complete", ROWS)
+    assert (first["status"], second["status"], second["counters"]["rows"]) == ("failed", "complete", ROWS)
     assert rows_of(chunky, "second") == [*range(ROWS)], "nobody else has them"
     # Once the first has all rows, only those count of the second that it asks for.
     assert forked.run(chunky.folder) == 0, forked.printed
     wanted = closest(chunky, 4)
-    assert chunky.run_json()["members"][1]["rows"] == 0
+    assert chunky.run_json()["members"][1]["counters"]["rows"] == 0
     assert chunky.run_json()["merged_rows"] == {"first": ROWS, "second": 4}
     merged, mean = values(chunky, "ensemble"), values(chunky, "predictions/first")
     mean[wanted] = (mean[wanted] + values(chunky, "predictions/second")[wanted]) / 2

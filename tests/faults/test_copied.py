@@ -85,7 +85,7 @@ def kill_at_part(number: int) -> Judge:
 
 def reused(project: Project, folder: str) -> tuple[int, int]:
     (member,) = project.run_json(folder)["members"]
-    return member["reused_rows"], member["rows"]
+    return member["reused_rows"], member["counters"]["rows"]
 
 
 @pytest.mark.fault(35)

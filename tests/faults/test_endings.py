@@ -56,7 +56,7 @@ def test_a_signal_in_mid_chunk_keeps_what_is_done(
     assert forked.run(chunky.folder) == 0, forked.printed
     assert results(chunky) == undisturbed
     (member,) = chunky.run_json()["members"]
-    assert (member["reused_rows"], member["rows"]) == (8, 8)
+    assert (member["reused_rows"], member["counters"]["rows"]) == (8, 8)
 
 
 @pytest.mark.fault(13)
@@ -85,7 +85,7 @@ def test_a_signal_keeps_the_batches_of_an_unfinished_chunk_as_status_says(
     assert forked.run(chunky.folder) == 0, forked.printed
     assert results(chunky) == undisturbed
     (member,) = chunky.run_json()["members"]
-    assert (member["reused_rows"], member["rows"]) == (10, 6)
+    assert (member["reused_rows"], member["counters"]["rows"]) == (10, 6)
 
 
 @pytest.mark.long

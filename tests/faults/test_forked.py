@@ -22,4 +22,4 @@ def test_fresh_processes_make_the_same_bytes(
     expected = reference(chunky.models / "llama", chunky.texts, max_length=16)
     np.testing.assert_allclose(np.array(rows), expected, atol=1e-5)
     (member,) = chunky.run_json()["members"]
-    assert (member["chunks"], member["rows"]) == (4, 16)
+    assert (member["chunks"], member["counters"]["rows"]) == (4, 16)

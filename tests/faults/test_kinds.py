@@ -267,7 +267,7 @@ def test_its_worker_is_killed_and_then_the_run(made: Made, forked: ForkedRuns, t
     assert 0 < done < len(project.ids)
     assert forked.run(project.folder) == 0, forked.printed
     (member,) = members(project)
-    assert (member["reused_rows"], member["rows"]) == (done, len(project.ids) - done)
+    assert (member["reused_rows"], member["counters"]["rows"]) == (done, len(project.ids) - done)
     assert results(project) == results(made.undisturbed)
 
 
@@ -299,7 +299,7 @@ def test_rows_that_it_does_not_bear_in_other_batches_by_two_replicas(
     assert "NaN" in member["bad_rows"][str(NO_NUMBERS)]
     for row in (CRASHES, RAISES, NO_NUMBERS):
         assert f"row {row + 1}" in forked.printed
-    out_of_memory = sum(worker["oom_events"] or 0 for worker in member["workers"])
+    out_of_memory = sum(worker["counters"]["oom_events"] or 0 for worker in member["workers"])
     if made.example.uses_torch:
         (ran_out,) = injected.pids(3)
         # One that crashed in its next chunk may not have written this one, which nobody then counts.
@@ -319,7 +319,10 @@ def test_what_changes_its_numbers_and_what_does_not(made: Made, forked: ForkedRu
     project.write_config(made.config(same, other, time_limit="1h", hang_timeout="5m"))
     assert forked.run(project.folder) == 0, forked.printed
     rows = len(project.ids)
-    assert [(item["reused_rows"], item["rows"]) for item in members(project)] == [(rows, 0), (0, rows)]
+    assert [(item["reused_rows"], item["counters"]["rows"]) for item in members(project)] == [
+        (rows, 0),
+        (0, rows),
+    ]
     np.testing.assert_array_equal(values(project), values(made.undisturbed))
     assert np.abs(values(project, "other") - values(project)).max() > 1e-3
 

@@ -61,7 +61,7 @@ def test_a_run_on_another_node_is_like_one_here(
     assert "predicting 16 rows" in printed
     (worker,) = workers_of(chunky)
     assert worker["process"].endswith(" on node-b")
-    assert (worker["exit_code"], worker["rows"]) == (0, 16)
+    assert (worker["exit_code"], worker["counters"]["rows"]) == (0, 16)
     assert list((node_disk / "worker 0" / "shards_dir").iterdir()) == []
     log = (chunky.folder / "runs/first/logs/llama-0.log").read_bytes()
     assert log == (node_disk / "worker 0" / "log").read_bytes(), "logs can be read here"

@@ -287,5 +287,5 @@ def test_the_table_replaced(chunky: Project, forked: ForkedRuns, tmp_path: Path)
     assert folders[0].read_bytes() == folders[1].read_bytes()
     assert forked.run(chunky.folder) == 0, forked.printed
     (member,) = chunky.run_json()["members"]
-    assert (member["reused_rows"], member["rows"]) == (ROWS - 1, 1), "only the row that is new"
+    assert (member["reused_rows"], member["counters"]["rows"]) == (ROWS - 1, 1), "only the row that is new"
     assert CHANGED not in forked.printed

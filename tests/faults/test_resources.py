@@ -56,7 +56,7 @@ def test_the_kernel_kills_a_worker_for_its_memory(
     (killed,) = (worker for worker in workers if int(worker["process"]) in injected.pids())
     assert killed["exit_code"] == -signal.SIGKILL
     others = [worker for worker in workers if worker is not killed]
-    assert sum(worker["rows"] for worker in (killed, *others)) == ROWS
+    assert sum(worker["counters"]["rows"] for worker in (killed, *others)) == ROWS
     # A third one is started only where the second had nothing left to do before the first was killed.
     for item, following in itertools.pairwise(others):
         ended = item["started_after_seconds"] + item["life_seconds"]
@@ -137,7 +137,7 @@ def test_a_gpu_is_lost_in_mid_run(
     assert process.returncode == 0, printed
     assert f"({first.uuid}) no longer answers" in printed
     assert [worker["devices"] for worker in workers_of(chunky)] == [[first.uuid], [second.uuid]]
-    assert [worker["rows"] for worker in workers_of(chunky)] == [8, 8]
+    assert [worker["counters"]["rows"] for worker in workers_of(chunky)] == [8, 8]
     assert results(chunky) == undisturbed
 
 

@@ -48,7 +48,7 @@ def test_parts_that_were_harmed_are_done_again(
     assert forked.run(chunky.folder) == 0, forked.printed
     assert results(chunky) == undisturbed
     (member,) = chunky.run_json()["members"]
-    assert (member["reused_rows"], member["rows"]) == (4, 12), kept.name
+    assert (member["reused_rows"], member["counters"]["rows"]) == (4, 12), kept.name
     edit(chunky.folder / "runs/first/predictions/llama.csv")
     assert forked.run(chunky.folder) == 0, forked.printed
     assert results(chunky) == undisturbed
@@ -117,7 +117,7 @@ def test_a_run_that_only_merges_again_keeps_what_its_predictions_were_made_with(
     assert made["versions"] == chunky.run_json()["versions"]
     (device,) = chunky.run_json()["devices"]
     assert made["devices"] == {device["uuid"]: device["name"]}
-    assert made["seconds"] == pytest.approx(first["progress"]["seconds"], abs=0.5)
+    assert made["seconds"] == pytest.approx(first["seconds"], abs=0.5)
     assert first["computed_before"] == []
     for weight in (0.7, 0.8):  # the report in between computed nothing either
         assert forked.run(chunky.folder, "--set", f"models.llama.weight={weight}") == 0, forked.printed
@@ -143,7 +143,7 @@ def test_a_run_that_goes_on_says_what_the_earlier_one_computed_with(
     assert forked.run(chunky.folder) == 0, forked.printed
     (member,) = chunky.run_json()["members"]
     (earlier,) = member["computed_before"]
-    assert (member["reused_rows"], member["rows"]) == (8, 8)
+    assert (member["reused_rows"], member["counters"]["rows"]) == (8, 8)
     assert member["computed"]["at"] >= earlier["at"]
     assert earlier["versions"] == member["computed"]["versions"]
     assert write_report(chunky.folder / "runs/first", chunky.folder / "page.html") == []

@@ -31,7 +31,9 @@ def members(project: Project) -> dict[str, dict[str, Any]]:
 
 def counts(project: Project) -> dict[str, tuple[int, int]]:
     """Rows from earlier work, and rows computed, by member."""
-    return {name: (member["reused_rows"], member["rows"]) for name, member in members(project).items()}
+    return {
+        name: (member["reused_rows"], member["counters"]["rows"]) for name, member in members(project).items()
+    }
 
 
 def values(content: bytes) -> tuple[list[str], np.ndarray]:

@@ -75,7 +75,7 @@ def test_killed_in_its_second_view_and_resumed_with_other_replicas(
     assert results(chunky, names=names) == expected
     (member,) = chunky.run_json()["members"]
     assert ROWS <= member["reused_rows"] < 2 * ROWS
-    assert member["reused_rows"] + member["rows"] == 2 * ROWS
+    assert member["reused_rows"] + member["counters"]["rows"] == 2 * ROWS
 
 
 @pytest.mark.long
@@ -88,7 +88,7 @@ def test_killed_in_its_second_checkpoint(chunky: Project, forked: ForkedRuns, tm
     chunky.write_config(config)
     assert forked.run(chunky.folder) == 0, forked.printed
     (member,) = chunky.run_json()["members"]
-    assert [worker["rows"] for worker in member["workers"]] == [ROWS, ROWS]
+    assert [worker["counters"]["rows"] for worker in member["workers"]] == [ROWS, ROWS]
     names = ["ensemble.csv", "submission.csv", "predictions/llama.csv", "predictions/llama@second.csv"]
     expected = results(chunky, names=names)
 
@@ -142,9 +142,10 @@ def test_the_time_is_over_in_the_second_view(chunky: Project, forked: ForkedRuns
         assert not {"second"} & {*shards(forked)}
         if chunky.run_json("runs/timed")["merged_rows"].get("llama") == ROWS:
             break
-    (member,) = chunky.run_json("runs/timed")["members"]
+    report = chunky.run_json("runs/timed")
+    (member,) = report["members"]
     assert {name: view["rows"] for name, view in member["views"].items()} == {"first": ROWS, "second": 0}
-    assert member["partial_rows"] == ROWS
+    assert report["partial_rows"] == {"llama": ROWS}
     assert (
         f"llama: {ROWS} rows lack some of 2 views and were averaged over the others (first 16, second 0 rows)"
         in forked.printed
@@ -188,7 +189,7 @@ def test_killed_in_a_view_with_when_and_resumed_with_other_replicas(
     assert forked.run(chunky.folder) == 0, forked.printed
     assert shards(forked) == ["first"] * 4 + ["second"] * 2
     (member,) = chunky.run_json()["members"]
-    assert [worker["rows"] for worker in member["workers"]] == [ROWS + ROWS // 2]
+    assert [worker["counters"]["rows"] for worker in member["workers"]] == [ROWS + ROWS // 2]
     assert rows_of_second(chunky) == sorted(closest(chunky, ROWS // 2))
     names = ["ensemble.csv", "submission.csv", "predictions/llama.csv", "predictions/llama@second.csv"]
     expected = results(chunky, names=names)
@@ -207,9 +208,9 @@ def test_killed_in_a_view_with_when_and_resumed_with_other_replicas(
     assert results(chunky, names=names) == expected
     (member,) = chunky.run_json()["members"]
     assert ROWS <= member["reused_rows"] < ROWS + ROWS // 2
-    assert member["reused_rows"] + member["rows"] == ROWS + ROWS // 2
+    assert member["reused_rows"] + member["counters"]["rows"] == ROWS + ROWS // 2
     assert forked.run(chunky.folder) == 0, forked.printed
-    assert chunky.run_json()["members"][0]["rows"] == 0
+    assert chunky.run_json()["members"][0]["counters"]["rows"] == 0
     assert results(chunky, names=names) == expected
 
 
@@ -249,7 +250,7 @@ def test_as_many_rows_as_there_is_time_for(chunky: Project, forked: ForkedRuns, 
 
     with_when(chunky, {"share": "as_time_allows"}, output_dir="runs/timed", time_limit="1h")
     assert forked.run(chunky.folder) == 0, forked.printed
-    assert chunky.run_json("runs/timed")["members"][0]["rows"] == ROWS - 4
+    assert chunky.run_json("runs/timed")["members"][0]["counters"]["rows"] == ROWS - 4
     result = results(chunky, "runs/timed")
     assert result.keys() == expected.keys()
     _, rows = chunky.read("runs/timed/predictions/llama.csv")

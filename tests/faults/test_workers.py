@@ -76,7 +76,7 @@ def test_workers_that_end_without_a_word(
     assert faults_of(chunky) == [("death", [start, start + 4], "again") for start in (0, 4, 8)]
     assert [worker["exit_code"] for worker in workers_of(chunky)] == [-9, -11, 0, 0]
     # Nor is a finished chunk repeated.  The worker that died while one was being written leaves it to the next.
-    assert sum(worker["rows"] for worker in workers_of(chunky)) == 16
+    assert sum(worker["counters"]["rows"] for worker in workers_of(chunky)) == 16
     assert "Segmentation fault" in log_of(chunky, 1)
     assert "in predict" in log_of(chunky, 1), "the Python stack"
 

@@ -139,7 +139,7 @@ def test_a_worker_killed_at_each_write_of_a_part(share: int, small: Project, for
         (member,) = small.run_json()["members"]
         assert [worker["exit_code"] for worker in member["workers"]] == [-9, 0]
         assert [fault["remedy"] for fault in member["faults"]] == ["again"]
-        rows = [worker["rows"] for worker in member["workers"]]
+        rows = [worker["counters"]["rows"] for worker in member["workers"]]
         assert rows == ([0, ROWS] if number < count else [ROWS_PER_CHUNK, ROWS_PER_CHUNK])
 
 

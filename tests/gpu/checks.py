@@ -159,7 +159,7 @@ def kept_room(bench: Bench) -> Iterator[Row]:
     with bench.memory_taken(taken + (300 << 20)):
         kept = bench.measure("beside", member, **rows)["members"][0]["reused_rows"]
     is_same = bench.prediction_bytes("beside", "m") == bench.prediction_bytes("alone", "m")
-    batch = max(worker["token_budget"] for worker in report["members"][0]["workers"])
+    batch = max(worker["ready"]["token_budget"] for worker in report["members"][0]["workers"])
     text = f"{'the same' if is_same else 'other'} bytes after {kept} rows, in batches of {batch:,} tokens"
     if kept == TAILED_ROWS or (batch >= GPU_TOKEN_BUDGET and not bench.is_rehearsal):
         yield f"{text}: all rows were done before, or memory was no limit", "skipped"
@@ -194,7 +194,7 @@ def recovery(bench: Bench) -> Iterator[Row]:
     # A tiny model's batch is less than the smallest piece that torch takes of a GPU.
     gpu_bytes = 1 << 40 if bench.is_rehearsal else allowed
     tight = bench.measure("tight", small, table="even", rows=EVEN_ROWS, gpu_bytes=gpu_bytes)
-    events = sum(worker["oom_events"] for worker in tight["members"][0]["workers"])
+    events = sum(worker["counters"]["oom_events"] for worker in tight["members"][0]["workers"])
     apart = Apart.of(bench.probabilities("roomy", "m"), bench.probabilities("tight", "m"))
     verdict = apart.verdict(largest=1e-4) if events or bench.is_rehearsal else "FAILED"
     yield f"{events} out-of-memory events within {allowed / GIB:.2f} GiB, {apart}", verdict

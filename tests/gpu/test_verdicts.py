@@ -27,8 +27,11 @@ FORECAST = {"weight_bytes": 1 * GIB, "context_bytes": GIB // 2, "peak_bytes": 2 
 
 
 def member(forecast: dict[str, int] | None = FORECAST, **worker: Any) -> dict[str, Any]:
-    known = {"device_name": "Tesla T4", "notes": [], "batches": 1, "padded_tokens": 60_000}
-    return {"name": "m", "forecast": forecast, "workers": [{**known, **worker}]}
+    counters = {"batches": 1, "padded_tokens": 60_000, "tokens": 10, "predict_seconds": 1.0}
+    ready = {"device": "Tesla T4", "notes": [], "attn_implementation": "sdpa", **worker}
+    closed = {"peak_gpu_memory_bytes": worker.pop("peak_gpu_memory_bytes", GIB)}
+    parts = {"load_seconds": 1.0, "counters": counters, "ready": ready, "closed": closed}
+    return {"name": "m", "forecast": forecast, "workers": [parts]}
 
 
 def bench(tmp_path: Path, gibibytes: float = 80, seconds: float = 60) -> Bench:
@@ -51,7 +54,7 @@ def test_rows_must_be_close_to_themselves_and_not_to_each_other() -> None:
 def test_a_worker_beside_the_gpu_is_no_success(name: str | None) -> None:
     check_devices({"members": [member()]})
     with pytest.raises(Failed, match=r"not on a GPU \(the driver shows a GPU\)"):
-        check_devices({"members": [member(), member(device_name=name, notes=["the driver shows a GPU"])]})
+        check_devices({"members": [member(), member(device=name, notes=["the driver shows a GPU"])]})
     with pytest.raises(Failed, match="m ran on nothing"):
         check_devices({"members": [{**member(), "workers": []}]})
 
@@ -182,9 +185,7 @@ def test_parts_are_chosen_by_words_in_their_names() -> None:
     ],
 )
 def test_a_member_is_held_to_the_rules_of_a_t4(worker: dict[str, Any], verdict: str) -> None:
-    known = {"attn_implementation": "sdpa", "tokens": 10, "predict_seconds": 1.0, "load_seconds": 1.0}
-    known["peak_gpu_memory_bytes"] = GIB
-    rows = follows_turing_rules(member(**{**known, **worker}), False)
+    rows = follows_turing_rules(member(**worker), False)
     assert [row[1] for row in rows] == [verdict]
 
 

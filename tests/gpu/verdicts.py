@@ -89,8 +89,8 @@ def too_little(member: Mapping[str, Any]) -> int:
         Failed: nothing was planned.
     """
     planned = _planned(member)
-    batches = sum(worker["batches"] for worker in member["workers"])
-    tokens = sum(worker["padded_tokens"] for worker in member["workers"]) / batches
+    batches = sum(worker["counters"]["batches"] for worker in member["workers"])
+    tokens = sum(worker["counters"]["padded_tokens"] for worker in member["workers"]) / batches
     activation = planned["peak_bytes"] - planned["context_bytes"] - planned["weight_bytes"]
     return int(planned["weight_bytes"] + _TOO_LITTLE * tokens * activation / planned["token_budget"])
 
@@ -110,7 +110,7 @@ def against_plan(report: Mapping[str, Any], is_rehearsal: bool) -> Iterator[Row]
         bytes_planned = planned["peak_bytes"] - planned["context_bytes"]
         # The plan forecasts what tensors take; torch reserves more.
         peaks = [
-            worker.get("peak_gpu_allocated_bytes") or worker["peak_gpu_memory_bytes"] or 0
+            worker["closed"].get("peak_gpu_allocated_bytes") or worker["closed"]["peak_gpu_memory_bytes"] or 0
             for worker in member["workers"]
         ]
         measured = max(peaks, default=0)
@@ -128,19 +128,21 @@ def follows_turing_rules(member: Mapping[str, Any], is_rehearsal: bool) -> Itera
     bfloat16 is only emulated there, and the kernels of flash-attention 2 do not run.
     """
     for worker in member["workers"]:
-        good = worker["dtype"] == "float16" and worker["attn_implementation"] != "flash_attention_2"
-        good &= any("bfloat16 is only emulated" in note for note in worker["notes"])
-        text = f"{load_and_speed({'workers': [worker]})}; {'; '.join(worker['notes']) or 'no notes'}"
+        ready = worker["ready"]
+        good = ready["dtype"] == "float16" and ready["attn_implementation"] != "flash_attention_2"
+        good &= any("bfloat16 is only emulated" in note for note in ready["notes"])
+        text = f"{load_and_speed({'workers': [worker]})}; {'; '.join(ready['notes']) or 'no notes'}"
         yield text, "ok" if good else "skipped" if is_rehearsal else "FAILED"
 
 
 def load_and_speed(member: Mapping[str, Any]) -> str:
     """What a member's first worker took to load, how fast it was, and what it held."""
     worker = member["workers"][0]
-    speed = worker["tokens"] / max(worker["predict_seconds"], 1e-9)
-    peak = worker["peak_gpu_memory_bytes"] or worker["peak_memory_bytes"] or 0
+    ready, closed = worker["ready"], worker["closed"]
+    speed = worker["counters"]["tokens"] / max(worker["counters"]["predict_seconds"], 1e-9)
+    peak = closed["peak_gpu_memory_bytes"] or closed["peak_memory_bytes"] or 0
     return (
-        f"{worker['dtype']}, {worker['attn_implementation']}, load {worker['load_seconds']:.1f} s, "
+        f"{ready['dtype']}, {ready['attn_implementation']}, load {worker['load_seconds']:.1f} s, "
         f"{speed:,.0f} tokens/s, peak {peak / GIB:.2f} GiB"
     )
 

@@ -44,7 +44,7 @@ def test_a_run_with_a_language_model_and_a_classifier(project: Project) -> None:
     actual = np.array([[float(cell) for cell in row[1:]] for row in rows])
     np.testing.assert_allclose(actual, expected, atol=2e-5)
     (judge,) = [item for item in project.run_json()["members"] if item["name"] == "judge"]
-    assert sum(worker["other_mass"] for worker in judge["workers"]) / 60 == pytest.approx(others, abs=1e-3)
+    assert judge["counters"]["other_mass"] / 60 == pytest.approx(others, abs=1e-3)
     assert (
         f"judge: {others:.1%} of the probability behind its prompts fell on tokens of no label" in done.stdout
     )
@@ -196,9 +196,9 @@ def test_how_many_prompts_were_cut_is_told(project: Project) -> None:
         sizes = [len(ids) for ids in tokenizer([f"{text} {after}" for text in project.texts])["input_ids"]]
         cut = sum(size > 24 for size in sizes)
         (worker,) = project.run_json()["members"][0]["workers"]
-        assert worker["truncated_rows"] == cut > 0
+        assert worker["counters"]["truncated_rows"] == cut > 0
         lost = sum(size - 24 for size in sizes if size > 24)
-        assert lost <= worker["cut_tokens"] <= lost + 2 * cut
+        assert lost <= worker["counters"]["cut_tokens"] <= lost + 2 * cut
         assert f"judge: {cut} of 30 rows were cut" in done.stdout
 
 

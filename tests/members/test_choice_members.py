@@ -94,7 +94,7 @@ def test_a_classifier_of_one_output_over_each_rows_choices(
         np.testing.assert_allclose(values[: len(of_row)], expected, atol=2e-5)
         assert values[len(of_row) :] == [0.0] * (4 - len(of_row))
     (ranker,) = project.run_json()["members"]
-    assert sum(worker["rows"] for worker in ranker["workers"]) == 20
+    assert sum(worker["counters"]["rows"] for worker in ranker["workers"]) == 20
     again = project.ensemble("run", "config.yaml")
     assert again.returncode == 0, again.stderr
     assert project.run_json()["members"][0]["reused_rows"] == 20

@@ -519,7 +519,7 @@ def test_what_changes_during_the_run_stops_its_member(project: Project, changed:
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stderr + done.stdout
     np.testing.assert_allclose(values(project)[1], expected(project.texts), rtol=1e-12)
-    assert sum(worker["rows"] for worker in project.run_json()["members"][0]["workers"]) == len(project.ids)
+    assert project.run_json()["members"][0]["counters"]["rows"] == len(project.ids)
 
 
 @pytest.mark.long
@@ -538,7 +538,11 @@ def test_a_time_limit_keeps_what_a_first_run_computed(project: Project) -> None:
     assert done.returncode == 4, done.stderr + done.stdout
     report = project.run_json()
     (result,) = report["members"]
-    assert (result["rows"], report["merged_rows"], report["filled_rows"]) == (48, {"mine": 48}, 152)
+    assert (result["counters"]["rows"], report["merged_rows"], report["filled_rows"]) == (
+        48,
+        {"mine": 48},
+        152,
+    )
     assert result["lost_rows"] == 33
     text = " ".join(done.stderr.split())
     assert "mine 48 of 200 rows (at least 33 more rows were computed, but lost: the limit ended" in text
@@ -570,7 +574,7 @@ def test_what_a_time_limit_leaves_is_resumed_to_the_same_bytes(project: Project)
     done = project.ensemble("run", "config.yaml", "--set", "time_limit=30s")
     assert done.returncode == 4, done.stderr + done.stdout
     assert project.run_json()["status"] == "time_limit"
-    reached = project.run_json()["members"][1]["progress"]["rows_done"]
+    reached = project.run_json()["members"][1]["rows_done"]
     assert 0 < reached < 64
     (project.folder / "go").touch()
     done = project.ensemble("run", "config.yaml", "--set", "models.mine.replicas=2")

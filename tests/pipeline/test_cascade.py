@@ -98,12 +98,12 @@ def test_a_member_computes_only_the_rows_of_which_the_one_before_is_unsure(
     assert 100 < wanted.sum() < 200
     check(project, plain, wanted)
     member = project.run_json()["members"][1]
-    assert member["rows"] == wanted.sum(), printed
+    assert member["counters"]["rows"] == wanted.sum(), printed
     # The same again computes nothing, and a share of all rows only what is missing.
     before = (project.folder / "runs/first/ensemble.csv").read_bytes()
     run(project, cascade(project, {"margin_below": number}))
     assert (project.folder / "runs/first/ensemble.csv").read_bytes() == before
-    assert project.run_json()["members"][1]["rows"] == 0
+    assert project.run_json()["members"][1]["counters"]["rows"] == 0
 
 
 @pytest.mark.long
@@ -117,7 +117,8 @@ def test_the_least_certain_share_and_what_it_gained(project: Project, plain: tup
     wanted = np.zeros(300, dtype=bool)
     wanted[np.argsort(margins(gemma), kind="stable")[:21]] = True
     check(project, plain, wanted)
-    (_, member) = project.run_json()["members"]
+    report = project.run_json()
+    (_, member) = report["members"]
     assert (member["cascade"]["rows"], member["cascade"]["is_selected"]) == (21, True)
     truth = np.array([LABELS.index(label) for label in project.truth])[wanted]
 
@@ -125,7 +126,7 @@ def test_the_least_certain_share_and_what_it_gained(project: Project, plain: tup
         return np.asarray(-np.log(values[wanted][np.arange(21), truth]))
 
     difference = losses(0.6 * gemma + 0.4 * llama) - losses(gemma)
-    result = member["cascade"]["comparison"]
+    result = report["comparisons"]["llama"]
     assert result["rows"] == 21
     assert result["log_loss_without"] == pytest.approx(losses(gemma).mean(), abs=1e-5)
     demand_interval(result["difference"], difference)
@@ -134,9 +135,10 @@ def test_the_least_certain_share_and_what_it_gained(project: Project, plain: tup
     assert "llama: `when` selected 21 of 300 rows (7.0 %); on 21 rows" in printed
     # A method that takes two passes, without another look at any model.
     run(project, config | {"ensemble": {"method": "rank_mean"}})
-    (_, member) = project.run_json()["members"]
-    assert (member["rows"], member["cascade"]["rows"]) == (0, 21)
-    assert member["cascade"]["comparison"] is None, "ranks are no probabilities"
+    report = project.run_json()
+    (_, member) = report["members"]
+    assert (member["counters"]["rows"], member["cascade"]["rows"]) == (0, 21)
+    assert report["comparisons"] == {}, "ranks are no probabilities"
 
 
 @pytest.mark.long
@@ -170,7 +172,7 @@ def test_what_a_member_gained_of_labels_that_do_not_exclude_each_other(project: 
         return np.asarray(-each[wanted].mean(axis=1))
 
     whole, alone = losses(0.75 * first + 0.25 * second), losses(first)
-    report = project.run_json("out")["members"][1]["cascade"]["comparison"]
+    (report,) = project.run_json("out")["comparisons"].values()
     assert (report["rows"], report["accuracy"], report["accuracy_without"]) == (20, None, None)
     assert report["log_loss"] == pytest.approx(whole.mean(), abs=1e-12)
     assert report["log_loss_without"] == pytest.approx(alone.mean(), abs=1e-12)
@@ -189,7 +191,7 @@ def test_another_rule_keeps_what_is_computed_and_merges_what_it_asks_for(
     merged: dict[float, bytes] = {}
     for share, rows in ((0.5, 150), (0.2, 0), (0.6, 30), (0.5, 0)):
         run(project, cascade(project, {"share": share}))
-        assert project.run_json()["members"][1]["rows"] == rows, share
+        assert project.run_json()["members"][1]["counters"]["rows"] == rows, share
         wanted = np.zeros(300, dtype=bool)
         wanted[order[: round(300 * share)]] = True
         _, values_read = project.read("runs/first/predictions/llama.csv")
@@ -199,7 +201,7 @@ def test_another_rule_keeps_what_is_computed_and_merges_what_it_asks_for(
     # Without when it needs all rows, and takes those that it has; another name does, too.
     config = project.config()
     run(project, config)
-    assert project.run_json()["members"][1]["rows"] == 120
+    assert project.run_json()["members"][1]["counters"]["rows"] == 120
     check(project, plain, np.ones(300, dtype=bool))
 
 
@@ -320,7 +322,7 @@ def test_a_rule_that_selects_no_row(project: Project) -> None:
     for _ in range(2):
         assert "llama: `when` selected 0 of 60 rows (0.0 %)" in run(project, config)
         (_, member) = project.run_json()["members"]
-        assert (member["status"], member["rows"], member["cascade"]["rows"]) == ("complete", 0, 0)
+        assert (member["status"], member["counters"]["rows"], member["cascade"]["rows"]) == ("complete", 0, 0)
         assert project.read("runs/first/predictions/llama.csv") == (["id", *LABELS], [])
         ensemble, gemma = (
             predictions(project, f"runs/first/{name}.csv") for name in ("ensemble", "predictions/gemma")

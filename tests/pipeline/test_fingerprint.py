@@ -23,10 +23,11 @@ from ensemble.pipeline.fingerprint import Fingerprint, job_fingerprint
 from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.results import Results, ResultWriter
+from ensemble.pipeline.results import ResultWriter
 from ensemble.pipeline.resume import demand_unchanged, find_works
 from ensemble.pipeline.reuse import write_shards
 from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import Results
 from ensemble.planning.plan import ModelPlan
 from tests.checkpoints import make_adapter, make_checkpoint
 from tests.project import LABELS, Project

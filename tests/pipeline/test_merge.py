@@ -22,9 +22,10 @@ from ensemble.common.shards import shard_name
 from ensemble.merging.scoring import Score
 from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.prepare import prepare
-from ensemble.pipeline.results import Results, ResultWriter
+from ensemble.pipeline.results import ResultWriter
 from ensemble.pipeline.resume import find_works
 from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import Results
 from tests.sampling import one_in
 
 ROWS, MEMBERS = 33_000, 3  # two blocks
@@ -85,7 +86,7 @@ def test_ensemble_scores_and_submission(made: Path, name: str) -> None:
     best = int(np.argmin(losses))
     demand_gain(results, member_names(MEMBERS)[best], truth, members[best].to_numpy(), merged.to_numpy())
     assert results.merged_rows == dict.fromkeys(member_names(MEMBERS), ROWS)
-    assert list(results.files.values()) == [made / name / "ensemble.csv", target]
+    assert list(results.files.values()) == [str(made / name / "ensemble.csv"), str(target)]
 
 
 @pytest.mark.parametrize("method", one_in(2, ["vote", "rank_mean"]))

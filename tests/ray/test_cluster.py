@@ -160,8 +160,8 @@ def test_a_node_that_dies(
     assert process.returncode == 0, printed
     assert results(chunky) == undisturbed
     assert re.search(r"was lost after \S+ s \(", printed), "in the summary"
-    (lost,) = [node for node in chunky.run_json()["nodes"] if node["lost_after_seconds"] is not None]
-    assert lost["name"] in {device["node"] for device in chunky.run_json()["devices"]}
+    (lost,) = [change for change in chunky.run_json()["nodes"] if change["is_lost"]]
+    assert lost["node"] in {device["node"] for device in chunky.run_json()["devices"]}
 
 
 @contextlib.contextmanager
@@ -209,7 +209,7 @@ def test_the_only_node_goes_on_when_its_agent_was_killed(
     if who == "the kernel":
         assert chunky.ensemble("report", "runs/first").returncode == 0
         page = (chunky.folder / "runs/first/report.html").read_text(encoding="utf-8")
-        (lost,) = (node["name"] for node in chunky.run_json()["nodes"] if node["why_lost"])
+        (lost,) = (change["node"] for change in chunky.run_json()["nodes"] if change["is_lost"])
         assert re.search(rf"GPU \d on {lost}", page), "devices are named with their nodes"
     wait_until(lambda: not agents(), "nothing of a run stays")
 

@@ -132,7 +132,7 @@ def test_nodes_that_come_and_go_while_it_runs(
     assert f"stays out: llama: {folder}/llama/config.json is" in printed
     assert "has joined the cluster, and takes part" in printed
     (member,) = chunky.run_json()["members"]
-    chunks = {worker["devices"][0]: worker["chunks"] for worker in member["workers"]}
+    chunks = {worker["devices"][0]: worker["counters"]["chunks"] for worker in member["workers"]}
     (leaving,), (empty,), (late,) = (nodes.gpus[name] for name in ("leaving", "empty", "late"))
     assert (chunks[leaving], chunks[late]) == (0, 1)
     assert empty not in chunks
@@ -244,7 +244,7 @@ def test_members_of_every_kind_on_nodes_that_have_no_file_of_them(
     names = ["ensemble.csv", *(f"predictions/{member['name']}.csv" for member in members)]
     for name in names:
         assert (own / name).read_bytes() == (other / name).read_bytes(), name
-    computed = {member["name"]: member["rows"] for member in project.run_json()["members"]}
+    computed = {member["name"]: member["counters"]["rows"] for member in project.run_json()["members"]}
     assert 0 < computed["llama"] < ROWS, "some rows, as the others doubt"
     assert computed["gemma"] == ROWS + ROWS // 2, "the closest calls in its second view"
     assert "on the disk" in printed

@@ -343,7 +343,7 @@ def test_a_node_that_does_not_respond_before_anything_runs(
     assert results(chunky) == undisturbed
     assert len(re.findall(rf"node \S+ is lost: {why}", " ".join(printed.split()))) == 1, printed
     workers = chunky.run_json()["members"][0]["workers"]
-    assert {worker["devices"][0] for worker in workers if worker["chunks"]} == {gpu_uuid(1)}
+    assert {worker["devices"][0] for worker in workers if worker["counters"]["chunks"]} == {gpu_uuid(1)}
     nothing_is_left(nodes)
 
 

@@ -178,7 +178,7 @@ def test_quantizing_workers_load_without_threads_and_stored_layers_compute_as_pl
         for name, workers in members.items()
     }
     assert quantizes == {"gemma": {None}, "llama": {"1"}, "stored": {None}}
-    notes = {name: [*workers[0]["notes"]] for name, workers in members.items()}
+    notes = {name: [*workers[0]["ready"]["notes"]] for name, workers in members.items()}
     computes = {
         name: [item for item in told if "4-bit layers compute" in item] for name, told in notes.items()
     }

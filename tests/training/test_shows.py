@@ -21,7 +21,7 @@ from ensemble.cli.progress import PlainDisplay, describe
 from ensemble.cli.views.plan import document
 from ensemble.commands.doctor import Finding, examine
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
-from ensemble.pipeline.progress import MemberProgress
+from ensemble.pipeline.reporting import members_of, progress_of
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import RunReport
 from ensemble.pipeline.training_dir import Part, TrainingDir
@@ -134,16 +134,16 @@ def test_progress_says_nothing_twice_and_no_time_left_of_nothing() -> None:
     state = ModelState(plan_trainings(config, config.models[0], names, []), clock=lambda: clock[0])
     display = PlainDisplay(file, clock=lambda: clock[0])
     state.workers.append(WorkerRecord("m0", 0, ("cpu",), "7", "log", 0.0, 0.0))
-    display.update([MemberProgress([state])])
+    display.update(members_of([state]))
     state.predicting_since = 1.0
     state.chunks.done_cost = 0.5
     state.take(state.chunks.pending[0])
     for clock[0], share in ((2.0, 0.5), (8.0, 0.6)):
         state.follow_shares({0: share, 1: share})
-        display.update([MemberProgress([state])])
+        display.update(members_of([state]))
     state.follow_shares({0: 1.0, 1: 1.0})
     clock[0] = 14.0
-    display.update([MemberProgress([state])])
+    display.update(members_of([state]))
     lines = file.getvalue().splitlines()
     assert lines[0] == "m0: starting Python"
     assert sum("starting Python" in line for line in lines) == 1
@@ -160,12 +160,12 @@ def test_the_time_left_of_trainings_that_tell_no_steps_counts_down() -> None:
     shown = []
     for clock[0] in (60.0, 80.0, 100.0):
         state.follow_shares({})
-        shown.append(describe(MemberProgress([state])))
+        shown.append(describe(progress_of([state])))
     assert [text.rpartition(", ")[2] for text in shown] == ["3:00 min left", "2:40 min left", "2:20 min left"]
     # One that takes longer than the first has no time left to tell.
     clock[0] = 300.0
     state.follow_shares({})
-    assert "left" not in describe(MemberProgress([state]))
+    assert "left" not in describe(progress_of([state]))
 
 
 def test_what_to_do_next(tmp_path: Path, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def values(project: Project, name: str = "lora") -> _Values:
 
 
 def computed(project: Project) -> int:
-    return int(sum(worker["rows"] for worker in project.run_json()["members"][0]["workers"]))
+    return int(sum(worker["counters"]["rows"] for worker in project.run_json()["members"][0]["workers"]))
 
 
 def expected(project: Project, adapters: Path, is_swapped: bool = False) -> _Values:
@@ -202,9 +202,9 @@ def test_a_table_of_new_rows_and_rows_that_were_trained_on(trained: Project, ada
     assert "lora: 1 of 8 rows" in output
     np.testing.assert_allclose(values(trained), expected(trained, adapters), atol=2e-5)
     assert computed(trained) == 6 * 3 + 2
-    rows = {"fold-0": (6, 6), "fold-1": (7, 7), "fold-2": (7, 7)}
+    rows = {"fold-0": 6, "fold-1": 7, "fold-2": 7}
     views = trained.run_json()["members"][0]["views"]
-    assert {name: (view["rows"], view["at_most"]) for name, view in views.items()} == rows
+    assert {name: view["rows"] for name, view in views.items()} == rows
     again = trained_run(trained, keys)
     assert trained.run_json()["members"][0]["views"] == views
     assert "lora: done by" in again

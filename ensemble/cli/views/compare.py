@@ -66,12 +66,11 @@ def view(comparison: Comparison) -> Iterator[str | Table]:
 
 def _cost_cells(member: MemberReport) -> tuple[str, ...]:
     # Not the workers of an earlier run, whose time is no part of this one's.
-    workers, seconds = member.workers_now, member.progress.seconds
-    if not workers:
+    seconds = member.seconds
+    if not member.workers_now:
         return "reused" if member.replicas else "given", "", "", "", ""
-    startup = max((worker.start_seconds or 0.0) + (worker.load_seconds or 0.0) for worker in workers)
-    host = max(worker.peak_memory_bytes or 0 for worker in workers)
-    gpu = max(worker.peak_gpu_memory_bytes or 0 for worker in workers)
+    startup = max((worker.start_seconds or 0.0) + (worker.load_seconds or 0.0) for worker in member.workers)
+    host, gpu = member.peak("peak_memory_bytes"), member.peak("peak_gpu_memory_bytes")
     return (
         duration(seconds) if seconds else "",
         duration(startup) if startup else "",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ensemble.cli.layout import Table
-from ensemble.cli.views.summary import fitted_text, node_text
+from ensemble.cli.views.summary import fitted_text, node_texts
 from ensemble.commands.status import RunStatus
 from ensemble.common.errors import RESUMES
 from ensemble.common.gpus import device_names
@@ -44,10 +44,10 @@ def view(status: RunStatus) -> Iterator[str | Table]:
         for member in status.members
     ]
     yield Table(_HEADERS, cells, texts=["state"])
-    yield from map(node_text, report.nodes)
+    yield from node_texts(report)
     time, seconds_left = duration(status.seconds), status.seconds_left
     if status.holder is not None:
-        yield from _workers(report) if report.nodes else ()
+        yield from _workers(report)
         ahead = "" if seconds_left is None else f", about {duration(seconds_left)} left"
         yield f"{status.folder}: running for {time}{ahead} ({status.holder})"
         return
@@ -83,6 +83,6 @@ def _workers(report: RunReport) -> Iterator[str]:
     names = device_names(report.devices)
     for member in report.members:
         for worker in member.workers_now:
-            if worker.life_seconds is None and worker.exit_code is None:
+            if worker.node and worker.is_running:
                 devices = ", ".join(names.get(device, device) for device in worker.devices)
                 yield f"{member.name}-{worker.replica}: on {devices}"

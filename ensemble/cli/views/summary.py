@@ -11,9 +11,9 @@ from ensemble.common.text import duration, listed, plural, rate, shown_path, wer
 from ensemble.config.schema import RuleConfig
 from ensemble.config.values import takes_time_left
 from ensemble.merging.scoring import Interval
-from ensemble.pipeline.ending import answer_texts, failure_text, gain_text, rows_in_views, rows_of
+from ensemble.pipeline.ending import answer_texts, failure_text, gain_text, rows_of
 from ensemble.pipeline.results import ENSEMBLE_ROW
-from ensemble.pipeline.run_report import CascadeReport, MemberReport, NodeReport, RunReport
+from ensemble.pipeline.run_report import CascadeReport, MemberReport, RunReport
 
 _HEADERS = "member,rows,seconds,tokens/s,rows/s,real tokens,peak memory,log loss,accuracy,RMSE".split(",")
 _SHOWN_GAPS = 4
@@ -47,7 +47,7 @@ def view(report: RunReport) -> Iterator[str | Table]:
         gaps = [f"{gap.seconds:.1f} s ({gap.after} to {gap.before})" for gap in report.idle_gaps]
         more = f", {len(gaps) - _SHOWN_GAPS} more in run.json" if len(gaps) > _SHOWN_GAPS else ""
         yield f"idle between members: {', '.join(gaps[:_SHOWN_GAPS])}{more}"
-    yield from map(node_text, report.nodes)
+    yield from node_texts(report)
     if report.tuned_on is not None:
         tuned = report.tuned_on
         devices = ", ".join(dict.fromkeys(tuned["devices"]))
@@ -63,28 +63,22 @@ def view(report: RunReport) -> Iterator[str | Table]:
 
 def _cells(report: RunReport, member: MemberReport) -> list[str]:
     """Return the six cells from the rows to the peak memory."""
-    rows, workers, counters = member.progress.rows_done, member.workers_now, member.counters
-    merged_rows = report.merged_rows.get(member.name)
+    counters = member.counters
     if member.failure is not None:
         return [member.failure.outcome, *[""] * 5]
     if member.phase != "done":
         # The merge may find more rows than a worker had time to report.
-        return [f"{max(rows, merged_rows or 0):,}", "unfinished", *[""] * 4]
-    if not workers:
-        rows = rows_in_views(report, member)
-        has_all_rows = all(view.at_most is None for view in member.views.values())
-        if merged_rows is not None and not member.view_cascades and has_all_rows:
-            rows = merged_rows * max(1, len(member.views))
-        return [f"{rows:,}", "reused" if member.replicas else "given", *[""] * 4]
-    seconds = member.progress.seconds or 0.0
-    where, peak_bytes = " GPU", max(worker.peak_gpu_memory_bytes or 0 for worker in workers)
+        return [f"{max(member.rows_done, report.merged_rows.get(member.name, 0)):,}", "unfinished", *[""] * 4]
+    if not member.workers_now:
+        return [f"{member.rows:,}", "reused" if member.replicas else "given", *[""] * 4]
+    where, peak_bytes = " GPU", member.peak("peak_gpu_memory_bytes")
     if not peak_bytes:
-        where, peak_bytes = "", max(worker.peak_memory_bytes or 0 for worker in workers)
+        where, peak_bytes = "", member.peak("peak_memory_bytes")
     return [
-        f"{rows:,}",
-        duration(seconds).removesuffix(" s"),
-        f"{counters.tokens / seconds:,.0f}" if seconds and counters.tokens else "",
-        rate(counters.rows / seconds) if seconds and not counters.tokens else "",
+        f"{member.rows_done:,}",
+        duration(member.seconds or 0.0).removesuffix(" s"),
+        "" if member.tokens_per_second is None else f"{member.tokens_per_second:,.0f}",
+        "" if member.rows_per_second is None else rate(member.rows_per_second),
         f"{counters.tokens / counters.padded_tokens:.1%}" if counters.padded_tokens else "",
         f"{peak_bytes / 2**30:.2f} GiB{where}" if peak_bytes else "",
     ]
@@ -121,14 +115,15 @@ def fitted_text(report: RunReport) -> str:
     return "" if report.fitted_on is None else f"{ENSEMBLE_ROW}: {report.fitted_on.text}"
 
 
-def node_text(node: NodeReport) -> str:
-    """Return when a node came and was lost; empty for a node that was there all the time."""
-    joined, lost = node.joined_after_seconds, node.lost_after_seconds
-    parts = [] if joined is None else [f"joined after {duration(joined)}"]
-    if lost is not None:
-        place = 0 if joined is not None and joined >= lost else 1  # a node may come back
-        parts.insert(place, f"was lost after {duration(lost)} ({node.why_lost})")
-    return f"node {node.name} {' and '.join(parts)}" if parts else ""
+def node_texts(report: RunReport) -> Iterator[str]:
+    """Yield of each node of a cluster that joined or was lost when that was; a node may come back."""
+    for name in dict.fromkeys(change.node for change in report.nodes):
+        parts = []
+        for change in report.nodes:
+            if change.node == name:
+                when = f"after {duration(change.after_seconds)}"
+                parts.append(f"was lost {when} ({change.why})" if change.is_lost else f"joined {when}")
+        yield f"node {name} {' and '.join(parts)}"
 
 
 def rule_text(number: int, rule: RuleConfig, count: int, rows: int) -> str:
@@ -145,7 +140,7 @@ def _notes(report: RunReport, member: MemberReport) -> Iterator[str]:
     of_rows += f" of {len(member.views)} views" if member.views else ""
     count = counters.truncated_rows
     if count:
-        length = max(worker.max_length or 0 for worker in member.workers_now)
+        length = max(worker.ready.max_length or 0 for worker in member.workers if worker.ready is not None)
         mean = plural(round(counters.cut_tokens / count), "token")
         yield f"{count:,} of {of_rows} {were(count)} cut at max_length {length:,}, by {mean} on average"
     count = counters.repeated_rows
@@ -187,8 +182,8 @@ def _notes(report: RunReport, member: MemberReport) -> Iterator[str]:
         yield (
             f"{rows} could not be computed ({instead}, on_bad_row: {policy}): {noun} {numbers}; run.json says why"
         )
-    if member.views and member.partial_rows:
-        count = member.partial_rows
+    count = report.partial_rows.get(member.name, 0)
+    if member.views and count:
         rows_of_views = ", ".join(f"{title} {seen.rows or 0:,}" for title, seen in member.views.items())
         yield (
             f"{plural(count, 'row')} lack{'s' if count == 1 else ''} some of {len(member.views)} views and "
@@ -196,23 +191,26 @@ def _notes(report: RunReport, member: MemberReport) -> Iterator[str]:
         )
     if member.cascade is not None:
         yield _cascade_text(report, member, member.cascade, report.rows)
-    for title, cascade in member.view_cascades.items():
-        yield f"view {title}: {_cascade_text(report, member, cascade, rows_of(report, member), 'views')}"
+    for title, view_report in member.views.items():
+        if view_report.cascade is not None:
+            text = _cascade_text(report, member, view_report.cascade, rows_of(report, member), title)
+            yield f"view {title}: {text}"
 
 
 def _cascade_text(
-    report: RunReport, member: MemberReport, cascade: CascadeReport, rows: int, before: str = "members"
+    report: RunReport, member: MemberReport, cascade: CascadeReport, rows: int, view: str = ""
 ) -> str:
-    """Return which of so many rows ``when`` selected, and what they gained."""
+    """Return which of so many rows ``when`` of a member, or of a view, selected, and what they gained."""
     if not cascade.is_selected:
+        before = "views" if view else "members"
         return f"`when` has not selected its rows yet: the {before} before it have not ended"
     text = f"`when` selected {cascade.rows:,} of {plural(rows, 'row')}"
     if takes_time_left(cascade.when):
         text = f"there was time for {cascade.rows:,} of {plural(rows, 'row')}, the closest calls first"
     if rows:
         text += f" ({100 * cascade.rows / rows:.1f} %)"
-    comparison = cascade.comparison
-    if comparison is None:
+    comparison = report.comparisons.get(member.name)
+    if comparison is None or view:
         return text
     if not member.has_weight:
         return f"{text}; with weight 0 it makes no difference"

@@ -100,7 +100,7 @@ def _member(place: int, name: str, rows: int, message: str) -> Any:
     begin = 220.0 * place
     shared: dict[str, Any] = {
         **{"leased_after_seconds": begin, "start_seconds": 8.0, "load_seconds": 30.0, "life_seconds": 219.0},
-        **{"started_after_seconds": max(0.0, begin - 40.0), "device_name": "Tesla T4", "dtype": "float16"},
+        **{"started_after_seconds": max(0.0, begin - 40.0), "device": "Tesla T4", "dtype": "float16"},
         **{"rows": rows // 2, "tokens": rows * 40, "padded_tokens": rows * 42, "batches": rows // 16},
         **{
             "truncated_rows": rows // 20,
@@ -109,14 +109,14 @@ def _member(place: int, name: str, rows: int, message: str) -> Any:
             "predict_seconds": 180.0,
             "chunks": 8,
         },
-        **{"peak_gpu_memory_bytes": 11 * GIB, "max_length": 512, "forward_share": 0.9},
+        **{"peak_gpu_memory_bytes": 11 * GIB, "max_length": 512},
     }
     fault = FaultRecord(
         name, 1, "death", message, message, (10, 20), "a fresh process takes them over", begin + 90
     )
     return member(
         name,
-        workers=tuple(worker(replica=n, devices=(f"GPU-{n}",), log=message, **shared) for n in (0, 1)),
+        workers=tuple(worker(replica=n, devices=(f"GPU-{n}",), log_path=message, **shared) for n in (0, 1)),
         rows=rows,
         activation="softmax",
         faults=(fault,),

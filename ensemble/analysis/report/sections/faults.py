@@ -7,7 +7,6 @@ from typing import ClassVar
 from markupsafe import Markup
 
 from ensemble.analysis.report.base import ReportData, Section
-from ensemble.common.protocol import Counters
 from ensemble.common.text import duration, plural
 
 _MAX_FAULTS = 50
@@ -47,7 +46,7 @@ class Faults(Section):
         ]
         remarks, counts, bad_rows = [], [], []
         for member in members:
-            counters = sum(member.workers, Counters())
+            counters = member.worker_counters
             for name, (noun, text) in _COUNTERS.items():
                 if getattr(counters, name):
                     remarks.append(f"{member.name}: {plural(getattr(counters, name), noun)} {text}")

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from ensemble.analysis.report.base import ReportData, Section, html
 from ensemble.analysis.report.pictures import SERIES, picture
 from ensemble.common.errors import DataError
-from ensemble.common.protocol import Counters
 from ensemble.common.text import duration, gib, plural, rate
 from ensemble.pipeline.run_report import MemberReport
 
@@ -45,19 +44,18 @@ class Throughput(Section):
 
 
 def _speed(member: MemberReport) -> list[str]:
-    counters = sum(member.workers, Counters())
-    seconds = member.progress.seconds if member.chunks else None
+    counters = member.worker_counters
+    seconds = member.seconds if member.chunks else None
     if not member.chunks and member.computed_before:
         seconds = member.computed_before[-1].seconds
     seconds = seconds or counters.predict_seconds
     busy = [worker.forward_share for worker in member.workers if worker.forward_share is not None]
-    types = dict.fromkeys(worker.dtype for worker in member.workers if worker.dtype)
-    attentions = dict.fromkeys(worker.attn_implementation for worker in member.workers)
+    readies = [worker.ready for worker in member.workers if worker.ready is not None]
     peaks = (
         0 if member.forecast is None else member.forecast.peak_bytes,
-        max(worker.peak_gpu_allocated_bytes or 0 for worker in member.workers),
-        max(worker.peak_gpu_memory_bytes or 0 for worker in member.workers),
-        max(worker.peak_memory_bytes or 0 for worker in member.workers),
+        member.peak("peak_gpu_allocated_bytes"),
+        member.peak("peak_gpu_memory_bytes"),
+        member.peak("peak_memory_bytes"),
     )
     return [
         member.name,
@@ -70,8 +68,8 @@ def _speed(member: MemberReport) -> list[str]:
         f"{counters.rows / counters.batches:.1f}" if counters.batches else "",
         f"{sum(busy) / len(busy):.0%}" if busy else "",
         *(gib(size) if size else "" for size in peaks),
-        ", ".join(types),
-        ", ".join(filter(None, attentions)),
+        ", ".join(dict.fromkeys(ready.dtype for ready in readies if ready.dtype)),
+        ", ".join(dict.fromkeys(ready.attn_implementation for ready in readies if ready.attn_implementation)),
     ]
 
 
@@ -99,8 +97,8 @@ def _lengths(lengths: npt.NDArray[np.int64]) -> Markup:
 
 def _cut(member: MemberReport) -> list[object]:
     """Return the row of a member in the table of cut texts; empty if it cuts none."""
-    counters = sum(member.workers, Counters())
-    limits = [worker.max_length for worker in member.workers if worker.max_length is not None]
+    counters, readies = member.worker_counters, (worker.ready for worker in member.workers)
+    limits = [ready.max_length for ready in readies if ready is not None and ready.max_length is not None]
     if not counters.rows or not limits:
         return []
     cut, computed = counters.truncated_rows, counters.rows - counters.repeated_rows

@@ -47,7 +47,7 @@ def _bars(report: RunReport) -> Iterator[_Bar]:
         begin = worker.leased_after_seconds
         loading = max(begin, worker.started_after_seconds + (worker.start_seconds or 0.0))
         loaded = loading + (worker.load_seconds or 0.0)
-        end = loaded + worker.predict_seconds
+        end = loaded + worker.counters.predict_seconds
         if worker.life_seconds is not None:
             end = max(loaded, begin + worker.life_seconds)
         for device in worker.devices or ("cpu",):

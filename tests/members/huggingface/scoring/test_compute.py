@@ -237,7 +237,7 @@ def test_a_run_that_runs_out_of_memory_ends_with_the_same_csv(project: Project) 
     ]
     np.testing.assert_allclose(values[1], values[0], atol=1e-5)
     events = [
-        project.run_json(f"runs/{name}")["members"][0]["workers"][0]["oom_events"]
+        project.run_json(f"runs/{name}")["members"][0]["workers"][0]["counters"]["oom_events"]
         for name in ("free", "tight")
     ]
     assert events[0] == 0 < events[1]

@@ -51,8 +51,8 @@ def test_a_run_cuts_what_is_too_long_and_says_by_how_much(project: Project) -> N
     np.testing.assert_allclose(got[short], expected, atol=1e-5)
     (member,) = project.run_json()["members"]
     (worker,) = member["workers"]
-    assert worker["truncated_rows"] == 20
-    assert worker["tokens"] <= 60 * 40
+    assert worker["counters"]["truncated_rows"] == 20
+    assert worker["counters"]["tokens"] <= 60 * 40
     assert (
         f"20 of 60 rows were cut at max_length 40, by {worker['cut_tokens'] / 20:.0f} tokens" in done.stdout
     )
@@ -60,7 +60,7 @@ def test_a_run_cuts_what_is_too_long_and_says_by_how_much(project: Project) -> N
     done = project.ensemble("run", "config.yaml", "--set", "models.llama.truncation.marker='...'")
     assert done.returncode == 0, done.stderr
     (member,) = project.run_json()["members"]
-    assert member["workers"][0]["truncated_rows"] == 20
+    assert member["workers"][0]["counters"]["truncated_rows"] == 20
 
 
 def test_a_template_without_room_is_named_before_any_model_loads(project: Project) -> None:
