@@ -336,8 +336,8 @@ class TrainConfig(StrictConfig):
     # peft's own keys of LoraConfig, such as {r: 16, lora_alpha: 32}
     lora_config: LoraSettings = Field(default_factory=dict)
     effective_batch_size: Count = 16  # rows in each step of the optimizer
-    # Rows at a time on the device; auto: as many as fit, found by a trial on GPUs, 8 on a CPU. A training that runs
-    # out of memory goes on with fewer.
+    # Rows at a time on the device; auto: a whole step's on GPUs, 8 on a CPU. A training that runs out of memory
+    # goes on with fewer.
     per_device_train_batch_size: Count | Literal["auto"] = "auto"
     early_stopping: EarlyStopping | None = None  # None: all epochs
     C: Share = 1.0  # of method head: the inverse strength of the regularization of LogisticRegression

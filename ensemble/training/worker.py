@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +22,8 @@ from ensemble.common.text import listed, plural
 from ensemble.members.predictor import Report, Runner
 from ensemble.worker.logged_command import CommandFailed, LoggedCommand, OutOfMemory
 
-TRIAL_SECONDS = 60.0  # for all processes that try what fits
+_8_BIT = "adamw_bnb_8bit"
+_CHEAPER = {"full": ["train.method: lora, then method: qlora"], "lora": ["train.method: qlora"]}
 
 
 def import_libraries() -> Mapping[str, str]:
@@ -72,32 +71,19 @@ class Trainings(Runner):
 
 
 def _train(command: LoggedCommand, ladder: Ladder, report: Report) -> None:
-    """Run our trainer, and again with less memory each time that it runs out of it."""
-    trials_end_at = time.monotonic() + TRIAL_SECONDS
+    """Run our own trainer, and again with less memory whenever it runs out of it; it goes on from its newest save.
 
-    def run(rung: Rung, sizes: Sequence[int] = (), ends_at: float = math.inf) -> bool:
-        fields = json.dumps({**asdict(rung), "rung": rung.text, "sizes": sizes})
-        return replace(command, command=[*command.command, fields]).run(report, ends_at)
-
-    def attempt(rungs: Sequence[Rung]) -> tuple[int, bool] | None:
-        with contextlib.suppress(OutOfMemory):
-            if not run(rungs[0], [rung.micro_batch for rung in rungs], trials_end_at):
-                return None
-        trial = read_json(command.out / "trial.json")
-        return trial.get("begun", 0), trial.get("fits", False)
-
-    rung = ladder.first() or ladder.search(attempt)
+    Its first step has the longest row, so that a device that is too small shows it at once.
+    """
+    rung: Rung | None = ladder.first()
     while rung is not None:
+        fields = json.dumps({**asdict(rung), "rung": rung.text})
         try:
-            run(rung)  # from the newest save, or from the start
+            replace(command, command=[*command.command, fields]).run(report)
             return
         except OutOfMemory:
             rung = ladder.below(rung)
     raise MemberError(ladder.advice())
-
-
-_8_BIT = "adamw_bnb_8bit"
-_CHEAPER = {"full": ["train.method: lora, then method: qlora"], "lora": ["train.method: qlora"]}
 
 
 @dataclass(frozen=True)
@@ -124,7 +110,7 @@ class Rung:
 
 
 class Ladder:
-    """Hold the rungs of trainings with this spec on a device, and keep in a file which of them is known to fit.
+    """Hold the rungs of trainings with this spec on a device, and keep in a file which of them was come down to.
 
     ``device`` is the GPU's name and memory; empty: the CPU.
     """
@@ -134,56 +120,33 @@ class Ladder:
         self._device = device or "this machine"
         key = digest_of([device, spec["labels"], spec["settings"], self._train])
         self._file = folder / f"{key[:16]}.json"
-        self._is_tried = bool(device) and self._train["per_device_train_batch_size"] == "auto"
         own = self._train["training_arguments"]
         may_be_8_bit = bool(device) and "optim" not in own
         self._lacks_8_bit = may_be_8_bit and find_spec("bitsandbytes") is None
-        kinds = [Rung(self._train["effective_batch_size"] if self._is_tried else spec["micro_batch"])]
+        is_open = bool(device) and self._train["per_device_train_batch_size"] == "auto"
+        kinds = [Rung(self._train["effective_batch_size"] if is_open else spec["micro_batch"])]
         if not own.get("gradient_checkpointing") and not own.get("activation_checkpointing"):
             kinds.append(replace(kinds[0], gradient_checkpointing=True))
         if may_be_8_bit and not self._lacks_8_bit:
             kinds.append(replace(kinds[-1], optim=_8_BIT))
-        self._kinds = [kind.halvings() for kind in kinds]
+        self._rungs = [rung for kind in kinds for rung in kind.halvings()]
 
-    def first(self) -> Rung | None:
-        """Return the rung that is known to fit, or that of the config; None: a trial must find it."""
+    def first(self) -> Rung:
+        """Return the rung that an earlier training has come down to, or that of the config."""
         with contextlib.suppress(TypeError):
             known = Rung(**read_json(self._file))
-            if any(known in kind for kind in self._kinds):
+            if known in self._rungs:
                 return known
-        return None if self._is_tried else self._kinds[0][0]
-
-    def search(self, attempt: Callable[[Sequence[Rung]], tuple[int, bool] | None]) -> Rung | None:
-        """Keep and return the first rung that fits; None: none fits.
-
-        ``attempt`` tries rungs that differ in their rows at a time only, in a process that may die of it.  It tells
-        how many it has begun (0: it died before), and whether the last of these fits; None: the time is over.
-        """
-        for kind in self._kinds:
-            rungs = kind
-            while rungs:
-                trial = attempt(rungs)
-                if trial is None:
-                    slow = self._kinds[min(1, len(self._kinds) - 1)]
-                    return self._keep(slow[-1], f"there was no time for a whole trial on {self._device}")
-                begun, fits = trial
-                if fits:
-                    return self._keep(rungs[begun - 1], f"found by a trial on {self._device}")
-                rungs = rungs[begun or len(rungs) :]
-        return None
+        return self._rungs[0]
 
     def below(self, rung: Rung) -> Rung | None:
-        """Keep and return the next rung, which needs less memory in any case; None: none is left, or kept."""
-        lowest = [kind[-1] for kind in self._kinds]
-        lower = rung.halvings()[1:] or lowest[lowest.index(rung) + 1 :]
-        if lower:
-            return self._keep(lower[0], f"it ran out of memory with {rung.text}")
-        self._file.unlink(missing_ok=True)
-        return None
-
-    def _keep(self, rung: Rung, why: str) -> Rung:
+        """Keep and return the next rung; None: none is left, or kept."""
+        lower = self._rungs[self._rungs.index(rung) + 1 :]
+        if not lower:
+            self._file.unlink(missing_ok=True)
+            return None
+        kept = replace(lower[0], why=f"it ran out of memory with {rung.text}")
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        kept = replace(rung, why=why)
         write_text(self._file, json.dumps(asdict(kept)))
         return kept
 
@@ -194,5 +157,5 @@ class Ladder:
             remedies.append("the 8-bit optimizer, which needs the package bitsandbytes")
         return (
             f"{self._train['base_model']} cannot be trained on {self._device}: it ran out of memory even with "
-            f"{self._kinds[-1][-1].text}; try {listed(remedies, 9, str)}"
+            f"{self._rungs[-1].text}; try {listed(remedies, 9, str)}"
         )

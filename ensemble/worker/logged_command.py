@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import select
@@ -92,10 +91,8 @@ class LoggedCommand:
     environment: Mapping[str, str | None]
     settings: object
 
-    def run(self, report: Report, ends_at: float = math.inf) -> bool:
-        """Run it, report its signs of life, and return whether it has ended well by ``ends_at`` (monotonic).
-
-        What it has started is killed when it has ended, and all of it at that time.
+    def run(self, report: Report) -> None:
+        """Run it until it has ended well, and report its signs of life; what it has started is killed then.
 
         Raises:
             CommandFailed: it has ended with an exit code other than 0, or was killed.
@@ -121,23 +118,19 @@ class LoggedCommand:
         with process.stdin, contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(asked).encode())  # no argument, which anybody could read
         seen = None
-        while process.poll() is None and time.monotonic() < ends_at:
+        while process.poll() is None:
             signs = self._signs_of_life()
             if signs != seen:
                 seen = signs
                 done = self.progress()
                 report(0, done.tokens, done.padded_tokens)
             time.sleep(_POLL_SECONDS)
-        code = process.poll()
-        if code is None:
-            process.kill()  # and with it the command
-            process.wait()
+        code = process.wait()
         mark = os.environ.get(WORKER_MARK)
         if mark is not None:  # what the command has left running
             end_marked(mark, spared=[os.getpid()])
         if code:
             raise self._failure(code, oom_kills() > kills_before, log_start)
-        return code is not None
 
     def progress(self) -> Counters:
         """Return the work that the command has told of in ``progress.json``."""

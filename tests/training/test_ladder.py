@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,64 +59,18 @@ def all_rungs(has_8_bit: bool) -> list[Rung]:
     return [Rung(size, *kind) for kind in kinds for size in (12, 6, 3, 1)]
 
 
-class Device:
-    """Stands for processes on a device that fits some rungs; a script says which trials end otherwise."""
-
-    def __init__(
-        self, fitting: Sequence[Rung] = (), ends: Mapping[int, tuple[int, bool] | None] | None = None
-    ) -> None:
-        self.asked: list[Sequence[Rung]] = []
-        self._fitting = fitting
-        self._ends = ends or {}
-
-    def __call__(self, rungs: Sequence[Rung]) -> tuple[int, bool] | None:
-        self.asked.append(rungs)
-        assert len({(rung.gradient_checkpointing, rung.optim) for rung in rungs}) == 1
-        if len(self.asked) in self._ends:
-            return self._ends[len(self.asked)]
-        for begun, rung in enumerate(rungs, 1):
-            if rung in self._fitting:
-                return begun, True
-        return len(rungs), False
-
-
 def told(rung: Rung | None) -> tuple[Rung | None, str]:
     """A rung, and why it was taken."""
     return rung, "" if rung is None else rung.why
 
 
-def test_the_first_rung_that_fits_is_taken(has_8_bit: bool, tmp_path: Path) -> None:
-    rungs = all_rungs(has_8_bit)
-    for number, rung in enumerate(rungs):
-        assert told(ladder(tmp_path).search(Device(rungs[number:]))) == (rung, f"found by a trial on {T4}")
-    assert ladder(tmp_path).search(Device()) is None
-
-
-def test_a_trial_that_dies_of_memory_goes_on_in_a_fresh_process(tmp_path: Path) -> None:
-    rungs = all_rungs(True)
-    device = Device(rungs, {1: (2, False)})
-    assert told(ladder(tmp_path).search(device)) == (rungs[2], f"found by a trial on {T4}")
-    assert device.asked == [rungs[:4], rungs[2:4]]
-    device = Device(rungs, {1: (0, False)})  # before any pass
-    assert told(ladder(tmp_path).search(device)) == (rungs[4], f"found by a trial on {T4}")
-
-
-def test_without_time_for_a_trial_it_is_one_row_with_checkpointing(tmp_path: Path) -> None:
-    why = f"there was no time for a whole trial on {T4}"
-    assert told(ladder(tmp_path).search(Device((), {1: None}))) == (Rung(1, True), why)
-    own = ladder(tmp_path, training_arguments={"gradient_checkpointing": True, "optim": "sgd"})
-    assert told(own.search(Device((), {1: None}))) == (Rung(1), why)
-
-
-def test_each_rung_below_needs_less(has_8_bit: bool, tmp_path: Path) -> None:
-    lower: Rung | None = Rung(12)
+def test_rows_at_a_time_come_first_and_then_what_takes_more_time(has_8_bit: bool, tmp_path: Path) -> None:
+    lower: Rung | None = ladder(tmp_path).first()
     seen = []
     while lower is not None:
         seen.append(lower)
         lower = ladder(tmp_path).below(lower)
-    last = [Rung(1, True, "adamw_bnb_8bit")] if has_8_bit else []
-    assert seen == [Rung(12), Rung(6), Rung(3), Rung(1), Rung(1, True), *last]
-    assert ladder(tmp_path).below(Rung(6, True)) == Rung(3, True)
+    assert seen == all_rungs(has_8_bit)
 
 
 def test_what_the_user_has_set_is_no_rung(tmp_path: Path) -> None:
@@ -125,8 +79,8 @@ def test_what_the_user_has_set_is_no_rung(tmp_path: Path) -> None:
     assert ladder(tmp_path, "", effective_batch_size=12).below(Rung(1, True)) is None  # on a CPU
 
 
-def test_only_auto_on_a_gpu_is_tried(tmp_path: Path) -> None:
-    assert ladder(tmp_path).first() is None
+def test_auto_begins_with_a_whole_step_on_a_gpu(tmp_path: Path) -> None:
+    assert ladder(tmp_path).first() == Rung(12)
     assert ladder(tmp_path, per_device_train_batch_size=4).first() == Rung(8)
     assert ladder(tmp_path, "").first() == Rung(8)
 
@@ -136,8 +90,8 @@ def test_what_fits_is_kept_for_a_kind_of_device(tmp_path: Path) -> None:
     why = "it ran out of memory with 6 rows at a time and activation checkpointing"
     assert told(ladder(rungs).below(Rung(6, True))) == (Rung(3, True), why)
     assert told(ladder(rungs).first()) == (Rung(3, True), why)
-    assert ladder(rungs, "Tesla T4 (14.0 GiB)").first() is None
-    assert ladder(rungs, method="lora").first() is None
+    assert ladder(rungs, "Tesla T4 (14.0 GiB)").first() == Rung(12)
+    assert ladder(rungs, method="lora").first() == Rung(12)
     (file,) = rungs.iterdir()
     kept = json.loads(file.read_text())
     contents = [
@@ -149,7 +103,7 @@ def test_what_fits_is_kept_for_a_kind_of_device(tmp_path: Path) -> None:
     ]
     for content in contents:
         file.write_text(content)
-        assert ladder(rungs).first() is None
+        assert ladder(rungs).first() == Rung(12)
     file.write_text(json.dumps(kept))
     lower: Rung | None = Rung(3, True)
     while lower is not None:
@@ -245,16 +199,6 @@ def test_out_of_memory_at_any_step_never_goes_on_from_half_trained_weights(
     for name in expected:
         if not name.endswith("key.bias"):  # its gradient is rounding alone
             np.testing.assert_allclose(got[name], expected[name], atol=1e-5, err_msg=name)
-
-
-@pytest.mark.long
-def test_a_trial_takes_the_longest_row_through_two_whole_steps(base: Path, tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, base, sizes=[8, 4, 2])
-    with ShortOfMemory(2) as memory:
-        Training(TrainerSpec(**spec)).try_out()
-    assert json.loads((Path(spec["out"]) / "trial.json").read_text()) == {"begun": 3, "fits": True}
-    # One micro-batch that does not fit of 8 and of 4 rows, then two micro-batches in each of two steps.
-    assert memory.sizes == [8, 4, 2, 2, 2, 2]
 
 
 # Makes the processes that train run out of memory: where a file beside it tells how many rows fit.
@@ -384,43 +328,9 @@ def test_a_training_that_the_kernel_kills_goes_on_with_less(
 
 
 @pytest.mark.long
-def test_a_trial_on_a_gpu_is_kept_and_may_die(
-    base: Path, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_train_on_a_gpu_begins_with_a_step_and_says_what_fits(
+    project: Project, nvml_sim: NvmlSim, site: Site
 ) -> None:
-    site.rules(fits=2, kills=4)
-    spec = spec_of(tmp_path, base)
-    with pytest.raises(ChildProcessError, match="killed by signal 9"):  # by nobody knows whom: it is repeated
-        train_by_worker(spec, tmp_path, T4)
-    assert not (tmp_path / "rungs").exists()
-    site.rules(fits=2, kills=4)
-    counts = iter(range(100))
-    monkeypatch.setattr(logged_command, "oom_kills", lambda: next(counts))  # by the kernel
-    train_by_worker(spec, tmp_path, T4)
-    passes = site.passes()
-    # Killed with 8 rows; 4 do not fit, 2 do; then it trains.
-    assert passes[:2] == [[8], [4, 2, 2, 2, 2]]
-    assert max(passes[2]) == 2
-    assert len(passes) == 3
-    assert progress(Path(spec["out"]))["why"].endswith(f" {T4}")
-    site.rules(fits=2, kills=4)
-    train_by_worker({**spec, "out": str(tmp_path / "again")}, tmp_path, T4)
-    assert [max(sizes) for sizes in site.passes()] == [2]
-
-
-@pytest.mark.long
-def test_a_trial_that_takes_too_long_is_ended(
-    base: Path, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site.rules(fits=8)
-    monkeypatch.setattr(worker, "TRIAL_SECONDS", 0.5)
-    spec = spec_of(tmp_path, base)
-    train_by_worker(spec, tmp_path, T4)
-    assert "no time for a whole trial" in progress(Path(spec["out"]))["why"]
-    assert progress(Path(spec["out"]))["rung"].startswith("1 row at")
-
-
-@pytest.mark.long
-def test_train_on_a_gpu_tries_what_fits_and_says_so(project: Project, nvml_sim: NvmlSim, site: Site) -> None:
     nvml_sim.write(gpus(1))
     site.rules(fits=4)
     project.write_table(rows=24)
@@ -440,9 +350,11 @@ def test_train_on_a_gpu_tries_what_fits_and_says_so(project: Project, nvml_sim: 
         environment={**nvml_sim.environment(), "PYTHONPATH": python_path(site.folder, ROOT)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    message = "4 rows at a time: found by a trial on Simulated T4 (16.0 GiB)"
+    message = "4 rows at a time: it ran out of memory with 8 rows at a time"
     assert all(f"fold {fold} trained in " in done.stdout for fold in range(2))
     assert done.stdout.count(message) == 2, done.stdout
-    passes = site.passes()
-    assert [passes[0][:3], len(passes)] == [[16, 8, 4], 3]
+    # The second fold begins where the first has come down to.
+    first, *others = [max(sizes) for sizes in site.passes()]
+    assert first > 8
+    assert others == [8, 4, 4]
     assert "expandable_segments:True" in (site.folder / "allocator").read_text()

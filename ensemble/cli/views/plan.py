@@ -60,7 +60,7 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
     if to_train:
         yield "memory and time of a training are not known before the first has run"
         if any(model.training and model.training.base_model for model in to_train):
-            yield "on a GPU a trial finds the batch size when a training from a base_model begins"
+            yield "the first steps of a training from a base_model show how many rows fit at a time on a GPU"
         yield _disk_text(prepared)
     yield plan.why
     yield from plan.warnings

@@ -34,7 +34,7 @@ _PACKAGES: Final = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes"), "head"
 _ASKED: Final = ("transformers", "torch", "accelerate", "peft", "bitsandbytes", "pydantic")
 _TRAINER: Final = "ensemble.members.huggingface.training.trainer"
 _HEAD_TRAINER: Final = "ensemble.members.pooled_cls.training"
-_MICRO_BATCH: Final = 8  # where no trial finds what fits
+_MICRO_BATCH: Final = 8  # where a training begins on a CPU
 # Of each trained parameter: its float32 weight, and with it AdamW's two averages in a save.
 _WEIGHT_BYTES, _SAVE_BYTES = 4, 12
 # Keys of train that change no model, or nothing beyond rounding.

@@ -6,8 +6,6 @@ It leaves the checkpoint or the adapter in ``out``, and ``progress.json`` beside
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import shutil
 import time
@@ -31,9 +29,11 @@ from ensemble.members.huggingface.loading.describe import learnt_positions
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.training.arguments import is_checkpointed, training_arguments
 from ensemble.members.huggingface.training.examples import Examples, Rows
-from ensemble.members.huggingface.training.program import lacks_memory, run_program
-from ensemble.members.huggingface.training.steps import NotFinite, Plan, StepTrainer, divide, make_plan
+from ensemble.members.huggingface.training.program import run_program
+from ensemble.members.huggingface.training.steps import Plan, StepTrainer, divide, make_plan
 from ensemble.members.huggingface.training.trainee import load_trainee
+
+_PROGRESS_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,6 @@ class TrainerSpec:
         save_seconds: as ``seconds`` of ``Saves``.
         rung: the rows at a time, the checkpointing and the optimizer, in words for the user.
         why: why they are these.
-        sizes: rows at a time to try instead of training; see ``Training.try_out``.
     """
 
     table: str
@@ -66,20 +65,11 @@ class TrainerSpec:
     save_seconds: float = 60.0
     rung: str = ""
     why: str = ""
-    sizes: Sequence[int] = ()
 
 
 def main() -> None:
-    """Train by the spec in the file that is the argument, or try what fits."""
-    run_program(_train_or_try_out)
-
-
-def _train_or_try_out(content: dict[str, Any]) -> None:
-    training = Training(TrainerSpec(**content))
-    if content.get("sizes"):
-        training.try_out()
-    else:
-        training.train()
+    """Train by the spec in the file that is the argument."""
+    run_program(lambda spec: Training(TrainerSpec(**spec)).train())
 
 
 class Training:
@@ -162,38 +152,6 @@ class Training:
         own, seed = self._spec.train["training_arguments"], self._spec.seed
         arguments = training_arguments(own, self.trainee, self._spec.optim, folder, len(plan.steps), seed)
         return StepTrainer(self.trainee.model, plan, arguments)
-
-    def try_out(self) -> None:
-        """Try ``sizes`` as rows at a time, one after another, until one fits.
-
-        ``trial.json`` in ``out`` has how many were begun, before each is, and whether the last of them ``fits``.
-        """
-        for begun, size in enumerate(self._spec.sizes, 1):
-            write_text(self._out / "trial.json", json.dumps({"begun": begun, "fits": False}))
-            if self._fits(size):
-                write_text(self._out / "trial.json", json.dumps({"begun": begun, "fits": True}))
-                return
-            # The error is gone by now, which held the tensors of its pass.
-            self.trainee.model.zero_grad()
-            gc.collect()
-            torch.cuda.empty_cache()
-
-    def _fits(self, size: int) -> bool:
-        lengths = self.examples.lengths
-        # The second micro-batch needs most, since it adds to gradients; and the second step, beside the averages.
-        rows = np.full(min(2 * size, self._spec.train["effective_batch_size"]), lengths.argmax())
-        plan = Plan(self.examples, [rows, rows], 1, size * int(lengths.max()))
-        try:
-            with contextlib.suppress(NotFinite):  # of weights that nobody keeps
-                self._make_trainer(plan, self._out / "saves" / "trial").train()
-        except Exception as error:
-            if not lacks_memory(error):
-                raise
-            return False
-        return True
-
-
-_PROGRESS_SECONDS = 1.0
 
 
 class Saves(TrainerCallback):  # type: ignore[misc]
