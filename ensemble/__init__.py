@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # for editors and type checkers; ``_NAMES`` says the same
     from ensemble.api import validate as validate
     from ensemble.cli.result_objects import Preview as Preview
     from ensemble.cli.result_objects import Run as Run
+    from ensemble.cli.status import RunStatus as RunStatus
     from ensemble.commands.rehearse import Rehearsal as Rehearsal
-    from ensemble.commands.status import RunStatus as RunStatus
     from ensemble.common.errors import CheckpointError as CheckpointError
     from ensemble.common.errors import ConfigError as ConfigError
     from ensemble.common.errors import DataError as DataError
@@ -59,7 +59,7 @@ _NAMES = {
     "ensemble.analysis.tune": "Tuning",
     "ensemble.cli.result_objects": "Preview Run",
     "ensemble.commands.rehearse": "Rehearsal",
-    "ensemble.commands.status": "RunStatus",
+    "ensemble.cli.status": "RunStatus",
     "ensemble.pipeline.run_report": "RunReport",
     "ensemble.training.records": "TrainingReport",
 }

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from ensemble.cli.views import show
+from ensemble.cli.layout import show
 from ensemble.common.errors import ConfigError, DataError, Interrupted, OutputError, OutputInUse
 from ensemble.common.files import output_file, settings_file, write_text
 from ensemble.common.packages import demand_supported
@@ -120,7 +120,7 @@ def run(
             with training as (loaded, held):
                 elapsed_seconds = boot_seconds() - began
                 report = run_config(loaded, display, fresh, elapsed_seconds, _is_command, other, held)
-        show("summary", report, stream)
+        show("runs.summary", report, stream)
         addresses = copy_results(loaded, report)
         if addresses and stream is not None:
             stream.write(f"results copied to {' and '.join(addresses)}\n")
@@ -164,7 +164,7 @@ def train(
             asked = Asked(fold=fold, fresh=fresh, retrain=retrain, discard_old=discard_old)
             training = trained(loaded, display, began, asked, owns_process=_is_command)
             with training as (result, _):
-                show("training_status", result, stream)
+                show("status.trained", result, stream)
                 raise_unless_trained(result)
                 if is_trained(loaded):
                     report = predict_held_out(loaded, display, began, owns_process=_is_command)
@@ -172,7 +172,7 @@ def train(
                     files = [
                         oof_of(member.name) for member in report.members if oof_of(member.name).is_file()
                     ]
-                    show("out_of_fold", (report, files, loaded.config), stream)
+                    show("runs.out_of_fold", (report, files, loaded.config), stream)
                     raise_unless_predicted(report)
                 else:
                     display.say(untrained_text(loaded))
@@ -244,7 +244,7 @@ def rehearse(
             _elapsed_seconds(),
             owns_process=_is_command,
         )
-        show("rehearse", result, stream)
+        show("plans.rehearse", result, stream)
     return result
 
 
@@ -283,7 +283,7 @@ def tune(
         target = None if file is None else settings_file("--write", file, loaded.paths, force)
         display = choose_display(stream)
         result = tune_config(loaded, display, rows, tolerance, target, owns_process=_is_command)
-        show("tune", result, stream)
+        show("analyses.tune", result, stream)
         if file is not None and result.has_result and stream is not None:
             sets = [text for override in overrides_beside(loaded, result) for text in ("--set", override)]
             command = shlex.join(map(str, [*loaded.paths, file, *sets]))
@@ -369,7 +369,7 @@ def fit(
         if target is not None:
             write_text(target, text)
     stream = _stream(quiet)
-    show("fit", report, stream)
+    show("analyses.fit", report, stream)
     if file is not None and stream is not None:
         print(f"{file}: written", file=stream)
     return report
@@ -425,7 +425,7 @@ def compare(
         _names("columns", columns),
         _optional_input(folds_from),
     )
-    show("compare", result, _stream(quiet))
+    show("analyses.compare", result, _stream(quiet))
     return result
 
 
@@ -488,7 +488,7 @@ def merge(
             merged = merge_files(names, target, sets, file, by_name, id_column, labels, keys)
     except Interrupted as stopped:
         raise Interrupted(stopped.exit_code - 128, "run the same command again") from None
-    show("merge", replace(merged, path=path), _stream(quiet))
+    show("runs.merge", replace(merged, path=path), _stream(quiet))
     return path
 
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar, ca
 import typer
 
 from ensemble import api
-from ensemble.cli.layout import page_width, wrapped
-from ensemble.cli.views import show, show_json
+from ensemble.cli.layout import page_width, show, show_json, wrapped
 from ensemble.common.errors import EnsembleError, Interrupted
 from ensemble.common.protocol import Activation
 from ensemble.common.text import plural
@@ -133,6 +132,7 @@ def options_of(
 
 
 if TYPE_CHECKING:
+    from ensemble.cli.result_objects import Preview
     from ensemble.commands.doctor import Finding
 
 app = typer.Typer(
@@ -167,16 +167,13 @@ def status(
     run_dir: Annotated[Path, argument("RUN_DIR", help="The output_dir of a run.")], as_json: _Json = False
 ) -> None:
     """Show how far a run and its trainings are, or how they ended."""
-    from ensemble.cli.views.training_status import TrainingStatus
-    from ensemble.commands.status import RunStatus
+    from ensemble.cli.status import RunStatus, document
 
-    trainings = TrainingStatus.of(run_dir)
-    view = "status" if trainings is None else "training_status"
-    subject = trainings or RunStatus.of(run_dir)
+    seen = RunStatus.of(run_dir)
     if as_json:
-        show_json(view, subject)
+        show_json(document(seen))
     else:
-        show(view, subject, sys.stdout)
+        show("status.status", seen, sys.stdout)
 
 
 @app.command()
@@ -188,21 +185,14 @@ def report(**options: Any) -> None:
 @app.command()
 @options_of(api.validate, limit=_Limit, quiet=_Quiet, as_json=_Json)
 def validate(limit: int | None, quiet: bool, as_json: bool, **options: Any) -> None:
-    preview = api.validate(**_limited(options, limit))
-    if as_json:
-        show_json("plan", preview.prepared)
-    elif not quiet:
-        show("validate", preview.prepared, sys.stdout)
+    _show_preview("validate", api.validate(**_limited(options, limit)), as_json, quiet)
 
 
 @app.command()
 @options_of(api.plan, limit=_Limit, as_json=_Json)
 def plan(limit: int | None, as_json: bool, **options: Any) -> None:
     preview = api.plan(**_limited(options, limit))
-    if as_json:
-        show_json("plan", preview.prepared)
-    else:
-        show("plan", preview.prepared, sys.stdout)
+    _show_preview("plan", preview, as_json)
     if preview.problems:
         _print_errors(preview.problems)
         raise typer.Exit(2)
@@ -229,7 +219,7 @@ def init(
     for text in (f"{output}: written; look through it", *(f"guess: {guess}" for guess in guesses)):
         print(*wrapped(text, page_width(sys.stdout)), sep="\n")
     try:
-        show("validate", api.validate([output]).prepared, sys.stdout)
+        _show_preview("validate", api.validate([output]))
     except EnsembleError as error:
         advice = f"{output} does not pass validate yet; fix these problems, then validate it again"
         raise type(error)([advice, *error.problems]) from error
@@ -351,6 +341,15 @@ def _limited(options: dict[str, Any], limit: int | None) -> dict[str, Any]:
     if limit is not None:
         options["overrides"] = [*(options["overrides"] or ()), f"limit={limit}"]
     return options
+
+
+def _show_preview(view: str, preview: Preview, as_json: bool = False, quiet: bool = False) -> None:
+    if as_json:
+        from ensemble.cli.plans import document
+
+        show_json(document(preview.prepared))
+    elif not quiet:
+        show(f"plans.{view}", preview.prepared, sys.stdout)
 
 
 def _finding_lines(finding: Finding, width: int | None) -> list[str]:

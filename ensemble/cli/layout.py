@@ -1,21 +1,29 @@
 """Lay out tables and sentences as lines of plain text that fit a terminal, a notebook or a file.
 
 No line ends inside a word or a number, and nothing is cut: in a table that is too wide each row becomes a block.
+
+A view is a function ``MODULE.NAME`` of this folder that takes the result of a command, such as a ``RunReport``, and
+yields sentences and tables; empty sentences are left out. It is imported only when it is shown, so that --help and
+a typo in a key answer at once.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import textwrap
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import zip_longest
-from typing import IO
+from typing import IO, TypeAlias, TypeVar
 
 from ensemble.common.text import NO_BREAK
 
+T = TypeVar("T")
+Cell: TypeAlias = str | int | None  # None: nothing is known
 # Tables in files, where nothing says how wide the reader's window is.
 FILE_WIDTH = 120
 _UNIT = re.compile(r"(?<=\d) (?=([KMGT]i?)?B\b|[KM]\b|s\b|min\b|h\b)")  # stays with its number
@@ -56,8 +64,8 @@ class Table:
     """
 
     headers: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    totals: Sequence[Sequence[str]] = ()
+    rows: Sequence[Sequence[Cell]]
+    totals: Sequence[Sequence[Cell]] = ()
     texts: Sequence[str] = ()
 
     def lines(self, width: int | None) -> list[str]:
@@ -65,11 +73,9 @@ class Table:
 
         Columns without content are left out.
         """
-        columns = [
-            list(column)
-            for place, column in enumerate(zip_longest(self.headers, *self.rows, *self.totals, fillvalue=""))
-            if place == 0 or any(column[1:])
-        ]
+        places = zip_longest(self.headers, *self.rows, *self.totals)
+        filled = [[*map(_text, column)] for column in places]
+        columns = [column for place, column in enumerate(filled) if place == 0 or any(column[1:])]
         left_aligned = {0} | {place for place, column in enumerate(columns) if column[0] in self.texts}
         heads = []
         for header, *cells in columns:
@@ -92,6 +98,41 @@ class Table:
             ]
             blocks += ["", name, *_grid(pairs, {0})]
         return blocks[1:]
+
+
+def table(items: Iterable[T], columns: Mapping[str, Callable[[T], Cell]], texts: Sequence[str] = ()) -> Table:
+    """Return a table with a row for each item; ``columns`` have each cell by its header."""
+    return Table([*columns], [[cell(item) for cell in columns.values()] for item in items], texts=texts)
+
+
+def lines(view: str, subject: object, width: int | None = None) -> Iterator[str]:
+    """Yield the lines of a view, wrapped to ``width`` columns unless it is None."""
+    module, _, name = view.partition(".")
+    for part in getattr(import_module(f"ensemble.cli.{module}"), name)(subject):
+        if isinstance(part, Table):
+            yield from part.lines(width)
+        elif part:
+            yield from wrapped(part, width)
+
+
+def show(view: str, subject: object, file: IO[str] | None) -> None:
+    """Print a view as wide as the file's terminal, unless there is no file."""
+    if file is not None:
+        for line in lines(view, subject, page_width(file)):
+            print(line, file=file, flush=True)
+
+
+def show_json(document: object) -> None:
+    """Print what a command says to programs (docs/running.md) as JSON; a number that JSON lacks becomes null."""
+    from pydantic_core import to_json
+
+    print(json.dumps(json.loads(to_json(document, inf_nan_mode="null")), indent=2))  # noqa: T201
+
+
+def _text(cell: Cell) -> str:
+    if cell is None:
+        return ""
+    return cell if isinstance(cell, str) else f"{cell:,}"
 
 
 def _width(text: str) -> int:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from ensemble.cli.views import lines
-from ensemble.commands.status import RunStatus
+from ensemble.cli.layout import lines
+from ensemble.cli.status import RunStatus
 from ensemble.common.errors import DataError
 from ensemble.common.packages import demand_supported
 from ensemble.common.redact import Redactor, redacted_errors
@@ -122,7 +122,7 @@ class Run(_Shown):
 
     def __repr__(self) -> str:
         try:
-            return Redactor(os.environ)("\n".join(lines("status", self.status)))
+            return Redactor(os.environ)("\n".join(lines("status.status", self.status)))
         except DataError as error:  # a notebook shows it all the same
             return str(error)
 
@@ -150,7 +150,7 @@ class Preview(_Shown):
         self.config, self.plan, self.problems = prepared.config, prepared.plan, prepared.problems
 
     def __repr__(self) -> str:
-        return self.prepared.loaded.redactor("\n".join(lines(self._view, self.prepared)))
+        return self.prepared.loaded.redactor("\n".join(lines(f"plans.{self._view}", self.prepared)))
 
 
 def _frame(path: Path) -> pd.DataFrame:

@@ -21,8 +21,20 @@ _KAGGLE_INPUTS = {
 }
 
 
-def gib(size: float) -> str:
-    """Return bytes in GiB, or in MiB if they are less than half a GiB."""
+def written(value: float | None, form: str) -> str:
+    """Return a number in a format of ``format``; empty if it is not known."""
+    return "" if value is None else format(value, form)
+
+
+def percent_of(part: float, whole: float | None, digits: int = 0) -> str:
+    """Return a share in percent; empty if there is no whole."""
+    return f"{part / whole:.{digits}%}" if whole else ""
+
+
+def gib(size: float | None) -> str:
+    """Return bytes in GiB, or in MiB if they are less than half a GiB; empty if they are not known."""
+    if size is None:
+        return ""
     return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:,.1f} MiB"
 
 
@@ -38,13 +50,17 @@ def were(count: int) -> str:
     return "was" if count == 1 else "were"
 
 
-def rate(per_second: float) -> str:
-    """Return a speed, with one decimal below 1,000."""
+def rate(per_second: float | None) -> str:
+    """Return a speed, with one decimal below 1,000; empty if it is not known."""
+    if per_second is None:
+        return ""
     return f"{per_second:,.1f}" if per_second < 1_000 else f"{per_second:,.0f}"
 
 
-def duration(seconds: float) -> str:
-    """Return a time such as 8.2 s, 1:05 min, 2:03:10 h."""
+def duration(seconds: float | None) -> str:
+    """Return a time such as 8.2 s, 1:05 min, 2:03:10 h; empty if it is not known."""
+    if seconds is None:
+        return ""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, whole_seconds = divmod(round(seconds), 60)

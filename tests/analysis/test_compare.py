@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import ensemble
 from ensemble.analysis.compare import changed_settings, compare
+from ensemble.cli.analyses import compare as view
 from ensemble.cli.app import app
-from ensemble.cli.views.compare import view
 from ensemble.common.errors import ConfigError, DataError
 from tests.cli.reports import shown
 from tests.project import LABELS, Project
@@ -288,7 +288,7 @@ def test_two_runs(
 
     monkeypatch.chdir(project.folder)
     comparison = ensemble.compare("runs/first", "runs/second", ["log_loss"], quiet=True)
-    assert list(shown("compare", comparison)) == lines
+    assert list(shown("analyses.compare", comparison)) == lines
     assert [change.name for change in comparison.changes] == ["ensemble", "gemma"]
     first, second = (ensemble.open_run(f"runs/{name}") for name in ("first", "second"))
     apart = (first.ensemble.iloc[:50] - second.ensemble).abs().to_numpy()
@@ -312,7 +312,7 @@ def test_two_runs(
         ("models.gemma.weight", "0.6", "9")
     ]
     assert [change.changed > 0 for change in again.changes] == [True, False, False]
-    assert sum(line.split()[1:] == ["B", "reused"] for line in shown("compare", again)) == 2
+    assert sum(line.split()[1:] == ["B", "reused"] for line in shown("analyses.compare", again)) == 2
     same = ensemble.compare("runs/first", Path("runs/first"))
     assert not same.settings
     assert not same.remarks

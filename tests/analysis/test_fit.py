@@ -21,7 +21,7 @@ from ensemble.analysis.fit import MIN_ROWS_PER_NUMBER, FitReport, Method, Option
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.weights import Pool, WeightedBlend
 from ensemble.analysis.weights_file import verdicts
-from ensemble.cli.views.fit import view
+from ensemble.cli.analyses import fit as view
 from ensemble.common.errors import ConfigError, EnsembleError
 from ensemble.config.schema import RuleConfig
 from ensemble.merging.post_process import AllowedLabels, PostProcess, RowRules

@@ -17,7 +17,7 @@ from ensemble.analysis.fit import Candidate, FitReport, Options, fit, fit_sample
 from ensemble.analysis.metrics import find_metric
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.weights_file import verdicts
-from ensemble.cli.views.fit import view
+from ensemble.cli.analyses import fit as view
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.merging.post_process import AllowedLabels, PostProcess
 from tests.analysis.test_fit import (

@@ -27,7 +27,7 @@ from ensemble.analysis.tune import (
     distances,
     overrides_beside,
 )
-from ensemble.cli import views
+from ensemble.cli import layout
 from ensemble.common.gpus import Device
 from ensemble.config import TuningConfig
 from ensemble.members.huggingface import parent
@@ -93,7 +93,7 @@ def noisy(again: float) -> Tuning:
 
 
 def lines(tuning: Tuning) -> str:
-    return " ".join(" ".join(views.lines("tune", tuning)).split())
+    return " ".join(" ".join(layout.lines("analyses.tune", tuning)).split())
 
 
 def make_biased(folder: Path, bias: float, spread: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from ensemble.cli.views import lines
+from ensemble.cli.layout import lines
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Closed, Counters, Ready
 from ensemble.pipeline.run_report import SCHEMA, MemberReport, RunReport

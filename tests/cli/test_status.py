@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ensemble.commands.status import RunStatus
+from ensemble.cli.status import RunStatus
 from ensemble.common.errors import DataError
 from ensemble.common.gpus import Device
 from ensemble.common.shards import shard_name
@@ -54,7 +54,7 @@ def write_run_json(rundir: RunDir, status: str, **half: Any) -> None:
 
 
 def shown(rundir: RunDir) -> str:
-    return " ".join(" ".join(reports.shown("status", RunStatus.of(rundir.root), 200)).split())
+    return " ".join(" ".join(reports.shown("status.status", RunStatus.of(rundir.root), 200)).split())
 
 
 def test_a_run_that_goes_on(rundir: RunDir) -> None:

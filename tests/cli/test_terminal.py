@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from ensemble.cli.progress import BarDisplay, PlainDisplay
-from ensemble.cli.views.summary import view
+from ensemble.cli.runs import summary
 from ensemble.common.protocol import Ready
 from ensemble.pipeline.reporting import members_of
 from ensemble.pipeline.run_report import MemberReport, ViewReport
@@ -65,7 +65,7 @@ def test_what_it_computes_with(attention: str, batch_size: int | None, expected:
 
 def sentences(*members: MemberReport, **changes: Any) -> list[str]:
     """What the summary says below its table."""
-    return [part for part in view(report(*members, **changes)) if isinstance(part, str) and part]
+    return [part for part in summary(report(*members, **changes)) if isinstance(part, str) and part]
 
 
 def test_time_between_members() -> None:

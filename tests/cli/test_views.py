@@ -10,25 +10,22 @@ from types import ModuleType
 
 import pytest
 
-from ensemble.commands.status import RunStatus
+from ensemble.cli.status import RunStatus
 from ensemble.common.errors import TimeLimitReached
 from ensemble.merging.scoring import Gain, Score
 from ensemble.pipeline.ending import raise_unless_complete
 from ensemble.pipeline.run_report import CascadeReport, RunReport, ViewReport
 from ensemble.scheduling.records import Failure
-from tests.cli.reports import member, report, shown, worker
+from tests.cli.reports import member, report, shown
 from tests.page import blocks
 
 
 def test_the_view_of_the_page_on_extending(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("speeds")
-    exec(blocks()["ensemble/cli/views/speeds.py"], vars(module))
-    monkeypatch.setitem(sys.modules, "ensemble.cli.views.speeds", module)
-    slow, fast = (
-        member(name, chunks=1, workers=(worker(tokens=tokens), worker(tokens=1)))
-        for name, tokens in (("slow", 3), ("fast", 1999))
-    )
-    assert shown("speeds", report(slow, fast)) == [
+    exec(blocks()["ensemble/cli/speeds.py"], vars(module))
+    monkeypatch.setitem(sys.modules, "ensemble.cli.speeds", module)
+    slow, fast = member("slow", tokens_done=4, seconds=1.0), member("fast", tokens_done=4000, seconds=2.0)
+    assert shown("speeds.speeds", report(slow, fast)) == [
         "member  tokens/s",
         "----------------",
         "fast       2,000",
@@ -80,11 +77,11 @@ def test_whether_the_ensemble_is_better_than_its_best_member(
         gain=Gain("b", *gain, 1000),
     )
     message = f"ensemble: log loss 0.4810, {sentence}"
-    assert [line for line in shown("summary", made) if line.startswith("ensemble:")] == [message]
+    assert [line for line in shown("runs.summary", made) if line.startswith("ensemble:")] == [message]
     status = RunStatus(Path("run"), None, made, 60.0)
-    assert shown("status", status)[-1] == message
+    assert shown("status.status", status)[-1] == message
     for silent in (replace(made, gain=None), replace(made, scores={})):
-        assert not any("best member" in line for line in shown("summary", silent))
+        assert not any("best member" in line for line in shown("runs.summary", silent))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +104,7 @@ def test_what_is_said_of_a_loss_is_what_the_merge_method_bears(method: str, advi
         gain=Gain("b", -0.1, -0.2, -0.05, 1000),
         ensemble={"method": method},
     )
-    messages = [line for line in shown("summary", made) if line.startswith("ensemble:")]
+    messages = [line for line in shown("runs.summary", made) if line.startswith("ensemble:")]
     assert [line.endswith(advice) for line in messages] == [True]
     # Of labels that do not exclude each other there is no accuracy, of regression neither that nor a log loss.
     raw = replace(
@@ -116,7 +113,7 @@ def test_what_is_said_of_a_loss_is_what_the_merge_method_bears(method: str, advi
         gain=Gain("b", -150.0, -200.0, -100.0, 1000, "squared error"),
     )
     if method == "geometric_mean":
-        (line,) = [line for line in shown("summary", raw) if line.startswith("ensemble:")]
+        (line,) = [line for line in shown("runs.summary", raw) if line.startswith("ensemble:")]
         assert line == (
             "ensemble: RMSE 12.25, 150 worse in squared error than its best member b (95 % interval 100 to 200); "
             "`python -m ensemble fit CONFIG --method greedy --calibration none --metric rmse` finds better weights"
@@ -140,7 +137,7 @@ def test_rows_of_members_with_views_and_of_those_that_lack_some() -> None:
     given = member("c", phase="done", replicas=0, rows=7)
     rows = {"a": 1000, "b": 1000, "c": 7}
     made = report(reused, stopped, given, status="time_limit", merged_rows=rows, partial_rows={"b": 400})
-    messages = [line.split() for line in shown("summary", made)]
+    messages = [line.split() for line in shown("runs.summary", made)]
     assert ["a", "2,000", "reused"] in messages, "each view counts, as where it has been computed"
     assert ["c", "7", "given"] in messages
     with pytest.raises(TimeLimitReached, match=r"b 1,000 of 1,000 rows \(400 of them in some of its views"):
@@ -150,7 +147,7 @@ def test_rows_of_members_with_views_and_of_those_that_lack_some() -> None:
 def test_members_left_out_are_listed_in_the_order_of_the_config() -> None:
     failures = {name: Failure(name, "no memory") for name in "cb"}
     made = report(*(member(name, failure=failures.get(name)) for name in "dcba"), left_out=("c", "b"))
-    (messages,) = [line for line in shown("summary", made) if "merged without" in line]
+    (messages,) = [line for line in shown("runs.summary", made) if "merged without" in line]
     assert messages.startswith("merged without c, b: member c failed: ")
 
 
@@ -158,7 +155,7 @@ def test_a_member_for_which_there_was_no_time_has_not_failed() -> None:
     failure = Failure("b", "there was no time to train fold 1", is_out_of_time=True)
     late = member("b", phase="failed", status="left out", failure=failure)
     made = report(member("a"), late, status="time_limit", left_out=("b",))
-    lines = [*shown("summary", made), repr(made)]
+    lines = [*shown("runs.summary", made), repr(made)]
     assert ["b", "left", "out"] in [line.split() for line in lines]
     assert any("to train fold 1" in line for line in lines)
     assert not any("failed" in line for line in lines)
@@ -184,5 +181,5 @@ def test_a_member_whose_rows_a_time_limit_left_unselected() -> None:
     made = report(member("a"), waits, status="time_limit", merged_rows={"a": 1000})
     with pytest.raises(TimeLimitReached, match="b none, as `when` has not selected its rows; 0 rows that"):
         raise_unless_complete(made)
-    text = " ".join(" ".join(shown("summary", made)).split())
+    text = " ".join(" ".join(shown("runs.summary", made)).split())
     assert "b: `when` has not selected its rows yet: the members before it have not ended" in text

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ensemble
-from ensemble.cli import views
+from ensemble.cli import layout
 from ensemble.commands.rehearse import (
     MemberRehearsal,
     Rehearsal,
@@ -83,7 +83,7 @@ def test_what_would_go_wrong_is_said_by_given_figures() -> None:
 
 
 def lines(rehearsal: Rehearsal) -> list[str]:
-    return [*views.lines("rehearse", rehearsal)]
+    return [*layout.lines("plans.rehearse", rehearsal)]
 
 
 @pytest.mark.long

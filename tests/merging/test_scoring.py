@@ -215,9 +215,9 @@ def test_a_tiny_table_does_not_cry_wolf() -> None:
 def test_what_is_said_of_them() -> None:
     good = Score(0.4, 0.9, 500, 1.0, False, above_prior=Interval(-0.6, -0.7, -0.5))
     bad = Score(1.2345, 0.3, 500, 1.0986, True, above_prior=Interval(0.1359, 0.0847, 0.1871))
-    assert "! " not in "".join(shown("summary", report(scores={"a": good})))
+    assert "! " not in "".join(shown("runs.summary", report(scores={"a": good})))
     (text,) = (
-        line for line in shown("summary", report(scores={"a": good, "b": bad})) if line.startswith("!")
+        line for line in shown("runs.summary", report(scores={"a": good, "b": bad})) if line.startswith("!")
     )
     assert text.startswith("! no better than always predicting how often each label occurs (log loss 1.0986")
     assert "500 rows" in text

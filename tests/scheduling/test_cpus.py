@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ensemble.cli.views.plan import where_text
+from ensemble.cli.plans import where_text
 from ensemble.common.gpus import Device
 from ensemble.common.text import gib
 from ensemble.pipeline import checks

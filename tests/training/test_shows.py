@@ -17,8 +17,8 @@ from ensemble import api
 from ensemble.analysis.report.base import ReportData
 from ensemble.analysis.report.sections import SECTIONS
 from ensemble.cli import app
+from ensemble.cli.plans import document
 from ensemble.cli.progress import PlainDisplay, describe
-from ensemble.cli.views.plan import document
 from ensemble.commands.doctor import Finding, examine
 from ensemble.data.trained_rows import TrainedRows, write_trained_rows
 from ensemble.pipeline.reporting import members_of, progress_of
@@ -176,7 +176,7 @@ def test_what_to_do_next(tmp_path: Path, project: Project, monkeypatch: pytest.M
     members = [reports.member("lora"), reports.member("own")]
 
     def last(report: RunReport, count: int) -> str:
-        return reports.shown("out_of_fold", (report, files[:count], folds.loaded(keys).config))[-1]
+        return reports.shown("runs.out_of_fold", (report, files[:count], folds.loaded(keys).config))[-1]
 
     def of_config(report: RunReport) -> RunReport:
         path = str(project.folder / "my config.yaml")
@@ -245,11 +245,11 @@ def test_plan_and_doctor_tell_what_is_trained_and_what_lacks(
         "missing": ["fold-1", "all"],
         "outdated": {},
     }
-    printed = "\n".join(reports.shown("plan", api.plan(keys).prepared))
+    printed = "\n".join(reports.shown("plans.plan", api.plan(keys).prepared))
     assert "lora: not trained yet: 2 trainings to do (fold 1, all rows), by its command" in printed
     # Which folds there are is not known before the table is read.
     keys |= {"training": {**keys["training"], "folds": {"column": "a"}}, "output_dir": "runs/second"}
-    printed = "\n".join(reports.shown("plan", api.plan(keys).prepared))
+    printed = "\n".join(reports.shown("plans.plan", api.plan(keys).prepared))
     assert "each fold of its column, by its command" in printed
     assert plan_facts(keys)[0]["training"]["missing"] is None
 

@@ -1,19 +1,26 @@
-"""Show the end of a run: the table of its members, notes about each, and the files of the run."""
+"""Show how runs end: the table of the members, notes about each, and the files that were written."""
 
 from __future__ import annotations
 
+import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ensemble.cli.layout import Table
-from ensemble.common.text import duration, listed, plural, rate, shown_path, were
+from ensemble.common.remote_files import address_of
+from ensemble.common.text import duration, listed, percent_of, plural, rate, shown_path, were, written
+from ensemble.config import RunConfig
 from ensemble.config.schema import RuleConfig
-from ensemble.config.values import takes_time_left
+from ensemble.config.values import takes_time_left, weight_text
 from ensemble.merging.scoring import Interval
 from ensemble.pipeline.ending import answer_texts, failure_text, gain_text, rows_of
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import CascadeReport, MemberReport, RunReport
+
+if TYPE_CHECKING:
+    from ensemble.commands.merge_files import Merged
 
 _HEADERS = "member,rows,seconds,tokens/s,rows/s,real tokens,peak memory,log loss,accuracy,RMSE".split(",")
 _SHOWN_GAPS = 4
@@ -23,13 +30,14 @@ _SHOWN_CHARACTERS = 80  # of a rule's condition
 _MARK = "! "
 
 
-def view(report: RunReport) -> Iterator[str | Table]:
+def summary(report: RunReport) -> Iterator[str | Table]:
+    """Yield what has come of a run."""
     rows = [
         [member.name, *_cells(report, member), *_scores(report, member.name)] for member in report.members
     ]
-    totals = []
-    if ENSEMBLE_ROW in report.scores:
-        totals.append([ENSEMBLE_ROW, *[""] * 6, *_scores(report, ENSEMBLE_ROW)])
+    totals = (
+        [[ENSEMBLE_ROW, *[""] * 6, *_scores(report, ENSEMBLE_ROW)]] if ENSEMBLE_ROW in report.scores else []
+    )
     yield Table(_HEADERS, rows, totals)
     yield gain_text(report)
     yield fitted_text(report)
@@ -61,25 +69,24 @@ def view(report: RunReport) -> Iterator[str | Table]:
         yield f"{name}: {shown_path(Path(path))}"
 
 
-def _cells(report: RunReport, member: MemberReport) -> list[str]:
+def _cells(report: RunReport, member: MemberReport) -> list[str | int]:
     """Return the six cells from the rows to the peak memory."""
-    counters = member.counters
     if member.failure is not None:
         return [member.failure.outcome, *[""] * 5]
     if member.phase != "done":
         # The merge may find more rows than a worker had time to report.
-        return [f"{max(member.rows_done, report.merged_rows.get(member.name, 0)):,}", "unfinished", *[""] * 4]
+        return [max(member.rows_done, report.merged_rows.get(member.name, 0)), "unfinished", *[""] * 4]
     if not member.workers_now:
-        return [f"{member.rows:,}", "reused" if member.replicas else "given", *[""] * 4]
+        return [member.rows, "reused" if member.replicas else "given", *[""] * 4]
     where, peak_bytes = " GPU", member.peak("peak_gpu_memory_bytes")
     if not peak_bytes:
         where, peak_bytes = "", member.peak("peak_memory_bytes")
     return [
-        f"{member.rows_done:,}",
+        member.rows_done,
         duration(member.seconds or 0.0).removesuffix(" s"),
-        "" if member.tokens_per_second is None else f"{member.tokens_per_second:,.0f}",
-        "" if member.rows_per_second is None else rate(member.rows_per_second),
-        f"{counters.tokens / counters.padded_tokens:.1%}" if counters.padded_tokens else "",
+        written(member.tokens_per_second, ",.0f"),
+        rate(member.rows_per_second),
+        percent_of(member.counters.tokens, member.counters.padded_tokens, 1),
         f"{peak_bytes / 2**30:.2f} GiB{where}" if peak_bytes else "",
     ]
 
@@ -90,9 +97,9 @@ def _scores(report: RunReport, name: str) -> list[str]:
         return []
     mark = _MARK if score.no_better_than_prior else ""
     return [
-        "" if score.log_loss is None else f"{mark}{score.log_loss:.4f}",
-        "" if score.accuracy is None else f"{score.accuracy:.1%}",
-        "" if score.rmse is None else f"{score.rmse:.4g}",
+        mark + written(score.log_loss, ".4f"),
+        written(score.accuracy, ".1%"),
+        written(score.rmse, ".4g"),
     ]
 
 
@@ -227,3 +234,39 @@ def _change(difference: Interval) -> str:
     size = difference.size
     better = "lower" if difference.value < 0 else "higher"
     return f"{size.value:.4f} {better} (95 % interval {size.low:.4f} to {size.high:.4f})"
+
+
+def out_of_fold(subject: tuple[RunReport, Sequence[Path], RunConfig]) -> Iterator[str | Table]:
+    """Yield what has come of the run that makes out-of-fold predictions, where these are, and what to do next."""
+    report, files, config = subject
+    yield from summary(report)
+    if files:
+        yield f"out-of-fold predictions: {' '.join(map(shown_path, files))}"
+    if len(files) == len(config.models):
+        yield _next_command(report, files, config)
+
+
+def _next_command(report: RunReport, files: Sequence[Path], config: RunConfig) -> str:
+    """Return the commands that lead to the ensemble; empty where ``fit`` would need to be told more."""
+    configs = [shown_path(Path(path)) for path in report.config_files]
+    sets = [text for override in report.overrides for text in ("--set", override)]
+    if len(files) == 1:
+        return f"next: {shlex.join(['ensemble', 'run', *configs, *sets])}"
+    data = config.training_data
+    is_exclusive = all(member.activation == "softmax" for member in report.members)
+    if not is_exclusive or data.label_column is None:
+        return ""
+    fit = ["ensemble", "fit", *map(shown_path, files), "--labels", shown_path(data.path)]
+    if data.label_column != "label":
+        fit += ["--label-column", data.label_column]
+    return f"next: {shlex.join(fit)} && {shlex.join(['ensemble', 'run', *configs, 'weights.yaml', *sets])}"
+
+
+def merge(merged: Merged) -> Iterator[str | Table]:
+    """Yield what a merge of files has made of which rows and weights."""
+    rows = [(name, merged.rows_of[name], weight_text(weight)) for name, weight in merged.weights.items()]
+    yield Table(["file", "rows", "weight"], rows)
+    yield f"merge method: {merged.method}"
+    yield from (f"! {remark}" for remark in merged.remarks)
+    path = address_of(merged.path) or shown_path(merged.path)
+    yield f"{path}: {plural(merged.rows, 'row')} of {', '.join(merged.labels)}"

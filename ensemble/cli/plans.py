@@ -1,17 +1,21 @@
-"""Show a plan: devices, each member's memory, where it runs and why, and the time of the whole run."""
+"""Show a config that has passed its checks, the plan of its run, and what a rehearsal forecasts."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ensemble.cli.layout import Table
+from ensemble.cli.layout import Table, table
+from ensemble.cli.runs import rule_text
 from ensemble.common.gpus import device_names
 from ensemble.common.host import threads_of
-from ensemble.common.text import duration, gib, listed, plural, shown_path
+from ensemble.common.text import duration, gib, listed, plural, rate, shown_path
 from ensemble.config import MemberConfig
 from ensemble.config.schema import TrainConfig
+from ensemble.config.values import weight_text
+from ensemble.members.base import NOT_ASKED
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.trained_members import missing_parts
 from ensemble.pipeline.training_dir import Part, TrainingDir
@@ -22,7 +26,10 @@ from ensemble.planning.plan import ModelPlan, Plan
 from ensemble.scheduling.launchers.base import Node
 from ensemble.training.check import disk_of_trainings
 
-_HEADERS = "member,parameters,weights,batch tokens,activations,attention,overhead,peak,usable,fit".split(",")
+if TYPE_CHECKING:
+    from ensemble.commands.rehearse import Rehearsal
+
+_MEMORY = "member,parameters,weights,batch tokens,activations,attention,overhead,peak,usable,fit".split(",")
 _VERDICTS = {
     "fits": "",
     "tight": "tight",
@@ -30,10 +37,91 @@ _VERDICTS = {
     "held": "held by others",
     "never": "does not fit",
 }
+_SHOWN_CHARACTERS = 160  # of a prompt
+_SHOWN_END = 40
+_SHOWN_DIFFERENCE, _SHOWN_BEFORE = 80, 20  # of either prompt, and of what both have before
 
 
-def view(prepared: Prepared) -> Iterator[str | Table]:
-    plan, gpus, host = prepared.plan, prepared.plan.gpus, prepared.plan.host
+def validate(prepared: Prepared) -> Iterator[str | Table]:
+    """Yield what was checked: table, devices, members, and the first prompts."""
+    config, table = prepared.config, prepared.table
+    yield f"{shown_path(config.data.path)}: {plural(table.rows, 'row')}, ids in {config.data.id_column!r}"
+    yield from (*table.remarks, prepared.inventory.note, *prepared.warnings)
+    if prepared.nodes:
+        yield nodes_table(prepared.nodes)
+    for gpu in prepared.inventory.gpus:
+        yield f"{gpu.title}, {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
+    for place, member in enumerate(config.models):
+        models = [model for model in prepared.plan.models if model.member == member.name]
+        summary = " and ".join(dict.fromkeys(prepared.of_models[model.name].summary for model in models))
+        how = " and ".join(map(_how, models))
+        if member.training is not None:
+            how = trainings_text(prepared, member)
+        yield f"{member.name}: {summary}, weight {weight_text(member.weight)}, {how}"
+        if member.when is not None:
+            before = ", ".join(other.name for other in config.models[:place])
+            yield f"{member.name}: runs {when_text(member.when)} ({before})"
+        for number, when in member.views_with_when.items():
+            title = member.counted_views[number].name
+            yield f"{member.name} (view {title}): runs {when_text(when, 'views and members')}"
+        first_prompt = prepared.previews.get(member.name, "")
+        if first_prompt:
+            yield f"{member.name}: {_prompt_text(first_prompt)}"
+            label = member.label_behind_prompt
+            if label:
+                end = first_prompt[-_SHOWN_END:] + label
+                yield f"{member.name}: with a label's text behind it, it ends in {end!r}"
+        for view_of_member in member.counted_views:
+            title = f"{member.name} (view {view_of_member.name})"
+            prompt = prepared.previews.get(title, "")
+            if prompt:
+                yield f"{title}: {_difference_text(prompt, first_prompt)}"
+                first_prompt = first_prompt or prompt
+    if prepared.post.allowed is not None:
+        yield prepared.post.allowed.text
+    rules = prepared.post.rules
+    if rules is not None:
+        for number, (rule, rows) in enumerate(zip(rules.rules, rules.rows, strict=True)):
+            yield rule_text(number, rule, int(rows.sum()), table.rows)
+    not_asked = [text.partition(f": {NOT_ASKED}")[0] for text in prepared.warnings if NOT_ASKED in text]
+    passed = "All checks passed."
+    if not_asked:
+        passed = f"not checked: {listed(not_asked, 10, str)}, as said above. All other checks passed."
+    yield f"{passed} A run would write its results to {shown_path(config.output_dir)}"
+
+
+def _how(model: ModelPlan) -> str:
+    """Return where a model runs, and its chunks."""
+    if not model.needs_worker:
+        return "no worker"
+    where = "CPU"
+    if model.gpus:
+        each = " each" if model.replicas > 1 else ""
+        where = f"{plural(model.replicas, 'replica')} on {plural(model.gpus, 'GPU')}{each}"
+    return f"{where}, {chunks_text(model)}"
+
+
+def _prompt_text(prompt: str) -> str:
+    text = prompt.replace("\n", "\\n")
+    cut = f"the first {_SHOWN_CHARACTERS} characters of " if len(text) > _SHOWN_CHARACTERS else ""
+    return f"{cut}its first prompt: {text[:_SHOWN_CHARACTERS]}"
+
+
+def _difference_text(prompt: str, first_prompt: str) -> str:
+    """Return how a prompt begins, or where it differs from the first view's if that is further on."""
+    if prompt == first_prompt:
+        return "its first prompt is the same as in the first view"
+    place = len(os.path.commonprefix([prompt, first_prompt]))  # noqa: RUF071
+    if place + _SHOWN_DIFFERENCE <= _SHOWN_CHARACTERS:
+        return _prompt_text(prompt)
+    part = slice(place - _SHOWN_BEFORE, place - _SHOWN_BEFORE + _SHOWN_DIFFERENCE)
+    text = f"...{prompt[part]} (in the first view: ...{first_prompt[part]})".replace("\n", "\\n")
+    return f"its first prompt differs after {plural(place, 'character')}: {text}"
+
+
+def plan(prepared: Prepared) -> Iterator[str | Table]:
+    """Yield devices, each model's memory, where it runs and why, and the time of the whole run."""
+    made, gpus, host = prepared.plan, prepared.plan.gpus, prepared.plan.host
     yield f"{shown_path(prepared.config.data.path)}: {plural(prepared.table.rows, 'row')}"
     yield prepared.inventory.note
     names = device_names(gpus)
@@ -47,48 +135,51 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
         yield nodes_table(prepared.nodes)
     yield from prepared.warnings
     yield from held_texts(gpus)
-    workers = [model for model in plan.models if model.needs_worker]
+    workers = [model for model in made.models if model.needs_worker]
     to_train = prepared.config.trained_members
     if host is not None and not all(model.gpus for model in workers):
         yield f"CPU: {gib(host.total_bytes - host.used_bytes)} of {gib(host.total_bytes)} memory free"
     if workers:
-        yield Table(_HEADERS, [[model.name, *_memory_cells(model)] for model in plan.models], texts=["fit"])
+        yield Table(_MEMORY, [[model.name, *_memory_cells(model)] for model in made.models], texts=["fit"])
     elif not to_train:
         yield "no member needs a worker: nothing is loaded, and a run merges what was made elsewhere"
-    for model in plan.models:
+    for model in made.models:
         yield _sentence(prepared, model)
     if to_train:
         yield "memory and time of a training are not known before the first has run"
         if any(model.training and model.training.base_model for model in to_train):
             yield "the first steps of a training from a base_model show how many rows fit at a time on a GPU"
         yield _disk_text(prepared)
-    yield plan.why
-    yield from plan.warnings
-    if plan.problems:
+    yield made.why
+    yield from made.warnings
+    if made.problems:
         return
-    if plan.seconds is not None and not to_train:
+    if made.seconds is not None and not to_train:
         report = shown_path(prepared.config.output_dir / "run.json")
-        yield f"the whole run takes about {duration(plan.seconds)}, by the speeds in {report}"
+        yield f"the whole run takes about {duration(made.seconds)}, by the speeds in {report}"
     elif workers and not to_train:
         yield "how long it takes is not known until a run, such as one with --limit 100, has measured the speed"
 
 
 def nodes_table(nodes: Sequence[Node]) -> Table:
     """Return a table of what each node of a cluster has, and whether it has the members' models."""
-    cells = [
-        [
-            node.name,
-            str(len(node.gpus)),
-            gib(sum(gpu.total_bytes - gpu.used_bytes for gpu in node.gpus)) if node.gpus else "",
-            str(node.cpus),
-            gib(node.available_bytes),
-            "" if node.free_disk_bytes is None else gib(node.free_disk_bytes),
-            node.models_text,
-        ]
-        for node in nodes
-    ]
-    headers = ("node", "GPUs", "free of GPUs", "CPUs", "free memory", "free disk", "models")
-    return Table(headers, cells, texts=["models"])
+
+    def free_of_gpus(node: Node) -> str:
+        return gib(sum(gpu.total_bytes - gpu.used_bytes for gpu in node.gpus)) if node.gpus else ""
+
+    return table(
+        nodes,
+        {
+            "node": lambda node: node.name,
+            "GPUs": lambda node: len(node.gpus),
+            "free of GPUs": free_of_gpus,
+            "CPUs": lambda node: node.cpus,
+            "free memory": lambda node: gib(node.available_bytes),
+            "free disk": lambda node: gib(node.free_disk_bytes),
+            "models": lambda node: node.models_text,
+        },
+        texts=["models"],
+    )
 
 
 def document(prepared: Prepared) -> dict[str, Any]:
@@ -301,3 +392,43 @@ def _count(parameters: int) -> str:
         if parameters >= size:
             return f"{parameters / size:.2f} {letter}"
     return str(parameters)
+
+
+def rehearse(rehearsal: Rehearsal) -> Iterator[str | Table]:
+    """Yield the forecast of each member, time, memory and disk of the whole run, and problems."""
+    yield f"by a run of {rehearsal.sample_rows:,} of {plural(rehearsal.rows, 'row')}:"
+    yield table(
+        rehearsal.members,
+        {
+            "member": lambda member: member.name,
+            "replicas": lambda member: member.replicas,
+            "start-up": lambda member: duration(member.startup_seconds),
+            "computing": lambda member: duration(member.compute_seconds),
+            "rows/s": lambda member: rate(
+                member.rows / member.compute_seconds if member.compute_seconds else None
+            ),
+            "host memory": lambda member: gib(member.peak_memory_bytes),
+            "GPU memory": lambda member: gib(member.peak_gpu_memory_bytes),
+            "rows at limit": lambda member: member.rows_at_limit,
+        },
+    )
+    yield from rehearsal.assumed
+    seconds, limit, other = rehearsal.seconds, rehearsal.time_limit_seconds, rehearsal.other_seconds
+    time = f"the whole run would take about {duration(seconds)}"
+    if limit is not None:
+        time += f", {seconds / limit:.0%} of time_limit ({duration(limit)})"
+    if other > 0:
+        time += f"; {duration(other)} of it are neither start-up nor computing of a member"
+    yield time
+    if rehearsal.host_bytes is not None:
+        known = rehearsal.host_free_bytes is not None
+        free = f" of {gib(rehearsal.host_free_bytes)} that are free" if known else ""
+        yield f"memory: {gib(rehearsal.host_bytes)}{free}, all processes that run at a time together"
+    parts = ", ".join(f"{purpose} {gib(size)}" for purpose, size in rehearsal.disk_bytes.items() if size)
+    yield (
+        f"disk: {gib(sum(rehearsal.disk_bytes.values()))} of {gib(rehearsal.disk_free_bytes)} that are free at "
+        f"{shown_path(rehearsal.output_dir)} ({parts})"
+    )
+    yield from (f"! {text}" for text in (*rehearsal.warnings, *rehearsal.problems))
+    if limit is not None and not rehearsal.problems:
+        yield f"It would end in time, {duration(limit - seconds)} before the limit."
