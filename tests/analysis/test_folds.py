@@ -14,7 +14,7 @@ from sklearn.metrics import roc_auc_score
 import ensemble
 from ensemble.analysis.metrics import METRICS
 from ensemble.analysis.report.base import ReportData
-from ensemble.analysis.report.sections.scores import Scores
+from ensemble.analysis.report.results import Scores
 from ensemble.common.errors import ConfigError, DataError, OutputError
 
 ROWS = 900

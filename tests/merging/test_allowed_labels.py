@@ -14,7 +14,7 @@ from sklearn.metrics import accuracy_score, log_loss
 
 import ensemble
 from ensemble.analysis.report.base import ReportData
-from ensemble.analysis.report.sections.calibration import Calibration
+from ensemble.analysis.report.results import Calibration
 from ensemble.common.errors import EnsembleError
 from ensemble.merging.post_process import AllowedLabels
 from ensemble.pipeline.load import load

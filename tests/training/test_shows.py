@@ -15,7 +15,7 @@ import pytest
 
 from ensemble import api
 from ensemble.analysis.report.base import ReportData
-from ensemble.analysis.report.sections import SECTIONS
+from ensemble.analysis.report.page import SECTIONS
 from ensemble.cli import app
 from ensemble.cli.plans import document
 from ensemble.cli.progress import PlainDisplay, describe

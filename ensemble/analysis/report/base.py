@@ -42,7 +42,7 @@ _LONG = 40
 
 
 class Section(ABC):
-    """Make a section of the page; each is a class in its own file, and a line in ``SECTIONS``."""
+    """Make a section of the page; each is a class, and a line in ``SECTIONS`` (page.py)."""
 
     title: ClassVar[str]  # the heading, also in the list of contents
 
@@ -56,8 +56,8 @@ class Section(ABC):
         """
 
     def render(self, **values: object) -> Markup:
-        """Fill in the template beside the section's file, of the same name but for ``.j2``; see ``rendered``."""
-        return rendered(type(self).__module__, **values)
+        """Call the macro of the class's name in the template beside its file, ``NAME.j2``; see ``rendered``."""
+        return rendered(type(self).__module__, type(self).__name__, **values)
 
 
 @dataclass
@@ -215,8 +215,8 @@ def html(template: str, **values: object) -> Markup:
     return Markup(_ENVIRONMENT.from_string(template).render(values))
 
 
-def rendered(module: str, **values: object) -> Markup:
-    """Fill in the Jinja template ``NAME.j2`` that lies beside the module ``PACKAGE.NAME``; without a package: here.
+def rendered(module: str, macro: str, **values: object) -> Markup:
+    """Call a macro of the Jinja template ``NAME.j2`` that lies beside the module ``PACKAGE.NAME``.
 
     Values are escaped unless they are ``Markup`` themselves.  A value must not stand where escaping is not enough:
     unquoted, in a name, in an address (``href``, ``src``) or, except for a number, in ``style``.  Templates can
@@ -224,7 +224,7 @@ def rendered(module: str, **values: object) -> Markup:
     Classes of the page: ``say`` for the first sentence, ``note``, ``muted``, ``good``, ``bad``, ``problem``.
     """
     package, _, name = module.rpartition(".")
-    return Markup(_ENVIRONMENT.get_template(f"{package}/{name}.j2").render(values))
+    return Markup(getattr(_ENVIRONMENT.get_template(f"{package}/{name}.j2").module, macro)(**values))
 
 
 def _source(name: str) -> str:
@@ -245,7 +245,7 @@ def table(headers: Sequence[object], rows: Sequence[Sequence[object]], left: Seq
     if not rows:
         return Markup()
     places = [place for place in range(len(headers)) if any(str(row[place]) for row in rows)]
-    return rendered("table", headers=headers, rows=rows, places=places, left=left, long=_LONG)
+    return rendered(__name__, "table", headers=headers, rows=rows, places=places, left=left, long=_LONG)
 
 
 def percent(share: float, digits: int = 1) -> str:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from ensemble.analysis.report.base import ReportData, html, rendered
-from ensemble.analysis.report.sections import SECTIONS
+from ensemble.analysis.report import base
+from ensemble.analysis.report.base import ReportData, Section, html
 from ensemble.common.errors import DataError
+from ensemble.common.extensions import Registry
 from ensemble.common.files import unreadable, write_text
 from ensemble.common.redact import Redactor
 from ensemble.common.text import error_text
@@ -22,6 +23,26 @@ from ensemble.pipeline.report_page import DIGEST, page_digest
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
+# In the page's order.
+SECTIONS: Registry[Section] = Registry(
+    group="ensemble.report_sections",
+    what="section of the report",
+    base=Section,  # type: ignore[type-abstract]
+    package=__package__,
+    built_in={
+        "header": ".how_it_ran:Header",
+        "scores": ".results:Scores",
+        "agreement": ".results:Agreement",
+        "views": ".results:Views",
+        "calibration": ".results:Calibration",
+        "rows": ".rows:RowsToRead",
+        "trainings": ".how_it_ran:Trainings",
+        "timeline": ".how_it_ran:Timeline",
+        "throughput": ".how_it_ran:Throughput",
+        "faults": ".how_it_ran:Faults",
+        "settings": ".how_it_ran:Settings",
+    },
+)
 # Control characters, and those by which text of a table could turn the direction of the text beside it.
 _UNSEEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -48,8 +69,9 @@ def write_report(run_dir: Path, output: Path) -> list[str]:
     data = ReportData(run_dir, report)
     problems: list[str] = []
     sections = list(_sections(data, problems))
-    page = rendered(
-        __name__,
+    page = base.rendered(
+        base.__name__,
+        "page",
         title=data.title,
         digest_name=DIGEST,
         # A section that failed may work the next time: without a digest the next run makes the page again.

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from ensemble.analysis.report.base import rendered
+from ensemble.analysis.report import base
 
 # In dark mode the page inverts a picture's lightness and keeps its hues.
 INK: Final = "#1f2328"
@@ -70,7 +70,8 @@ def picture(draw: Callable[[Figure], None], title: str, text: str, height: float
     drawing = svg[svg.index('<g id="figure_1">') : svg.rindex("</svg>")]
     # Other pictures have groups of the same names; the ids of shapes that are used again are of their own.
     drawing = re.sub(r'(<\w[^<>]*) id="[\w.]+_\d+"', r"\1", drawing)
-    return rendered(
+    return base.rendered(
+        base.__name__,
         "picture",
         width=f"{WIDTH * _POINTS_PER_PIXEL:g}",
         height=f"{height * _POINTS_PER_PIXEL:g}",

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import zscore
 from sklearn.metrics import cohen_kappa_score
 
-from ensemble.analysis.report.sections.agreement import compare_pair, effective_members
+from ensemble.analysis.report.results import compare_pair, effective_members
 from ensemble.common.protocol import Activation
 from ensemble.merging.methods.base import Values
 

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binomtest, norm, sem
 from sklearn.calibration import calibration_curve
 
-from ensemble.analysis.report.sections.calibration import reliability
+from ensemble.analysis.report.results import reliability
 from tests.sampling import one_in
 
 ROWS = 70_000

@@ -17,8 +17,7 @@ import pytest
 from sklearn.metrics import accuracy_score, cohen_kappa_score, log_loss
 
 from ensemble.analysis.report.base import ReportData, Section
-from ensemble.analysis.report.page import write_report
-from ensemble.analysis.report.sections import SECTIONS
+from ensemble.analysis.report.page import SECTIONS, write_report
 from ensemble.common.errors import DataError
 from ensemble.data.csv_file import write_csv
 from ensemble.merging.scoring import Resamples, Scoring

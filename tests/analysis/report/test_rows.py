@@ -7,7 +7,7 @@ import pytest
 from scipy.spatial.distance import jensenshannon
 from scipy.stats import entropy
 
-from ensemble.analysis.report.sections.rows import disagreement, highest, uncertainty
+from ensemble.analysis.report.rows import disagreement, highest, uncertainty
 
 ROWS = 40_000  # more than one block
 

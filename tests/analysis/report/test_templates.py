@@ -24,10 +24,12 @@ class Names(Section):
         return self.render(members=data.report.members, rows=rows)
 """
 TEMPLATE = """
+{% macro Names(members, rows) %}
 {% for member in members %}
   <p title="{{ member.name }}">{{ member.name }}, {{ 0.125|percent }}</p>
 {% endfor %}
 {{ table(("member", "rows"), rows) }}
+{% endmacro %}
 """
 
 

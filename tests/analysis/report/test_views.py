@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import bootstrap
 
 from ensemble.analysis.report.base import ReportData
-from ensemble.analysis.report.sections.views import Views, verdict_changes
+from ensemble.analysis.report.results import Views, verdict_changes
 from tests.analysis.report.runs import make_run
 
 ROWS = 2_000
