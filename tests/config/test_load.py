@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ensemble.common.errors import ConfigError
-from ensemble.config import DataConfig, EnsembleConfig, RunConfig, SubmissionConfig
+from ensemble.config import DataConfig, EnsembleConfig, SubmissionConfig
 from ensemble.pipeline.load import load as load_config
 from tests.config.examples import SMALL, WHOLE, Load, Problems, begin, small
-from tests.sampling import tries
 
 
 def test_what_a_user_writes(load: Load, tmp_path: Path) -> None:
@@ -41,24 +34,6 @@ def test_what_a_user_writes(load: Load, tmp_path: Path) -> None:
         sample=Path("sample_submission.csv"), path=Path("submission.csv")
     )
     assert (run.output_dir, run.limit, run.seed) == (Path("runs/first"), 10, 0)
-
-
-def test_what_is_left_out_has_a_default(load: Load) -> None:
-    run = load(SMALL).config
-    assert (run.data.id_column, run.data.label_column) == ("id", None)
-    assert run.submission is None
-    expected = {
-        "weight": 1.0,
-        "batch_size": "auto",
-        "replicas": "auto",
-        "dtype": "auto",
-        "task_type": "seq_cls",
-        "add_special_tokens": True,
-        "trust_remote_code": False,
-        "label_map": {},
-        "num_gpus": None,
-    }
-    assert {key: getattr(run.models[0], key) for key in expected} == expected
 
 
 def test_all_problems_come_at_once_and_in_order(problems: Problems) -> None:
@@ -201,18 +176,6 @@ def test_problems_of_an_override_name_it(problems: Problems, override: str, prob
     assert begin(problems(WHOLE, override), problem)
 
 
-def test_variables_are_put_in(load: Load, tmp_path: Path) -> None:
-    content = small(
-        model_name_or_path="${ROOT}/a", text_column=None, prompt_template="$${x} ${WORD} {{ text }}"
-    )
-    content["data"]["path"] = "${CONFIG_DIR}/test.csv"
-    run = load(content, "output_dir=${ROOT}/out", ROOT="/models", WORD="yes", CONFIG_DIR="elsewhere").config
-    assert run.data.path == tmp_path / "test.csv"
-    assert run.output_dir == Path("/models/out")
-    assert run.models[0].model_name_or_path == "/models/a"
-    assert run.models[0].prompt_template == "${x} yes {{ text }}"
-
-
 def test_the_processs_environment_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENSEMBLE_TEST_FOLDER", "some folder")
     path = tmp_path / "my config.yaml"
@@ -271,73 +234,3 @@ def test_importing_brings_in_nothing_heavy() -> None:
     code = "import sys, ensemble.config; print(*{m.split('.')[0] for m in sys.modules})"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "pandas", "pyarrow", "numpy"} & set(ran.stdout.split())
-
-
-def steps(value: object, loc: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    if loc:
-        yield loc
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from steps(item, (*loc, key))
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from steps(item, (*loc, index))
-
-
-VALID = {
-    **SMALL,
-    "models": [
-        {**SMALL["models"][0], "label_map": {"x": "neg"}, "weight": 0.5, "trust_remote_code": False},
-        {
-            "name": "b",
-            "model_name_or_path": "b",
-            "text_column": ["t", "u"],
-            "quantization_config": {"a": [1]},
-        },
-    ],
-    "defaults": {"prompt_template": "{{ x }}", "dtype": "auto", "batch_size": 2},
-    "submission": {"sample": "s.csv", "columns": {"a": "neg"}},
-}
-
-
-ANYTHING = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text()
-    | st.sampled_from(["${X}", "${NO}", "~", "neg"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@tries(60)
-@given(  # type: ignore[untyped-decorator, unused-ignore]
-    loc=st.sampled_from(sorted(steps(VALID), key=str)),
-    value=ANYTHING,
-    how=st.sampled_from(["set", "drop", "rename"]),
-)
-def test_a_changed_config_loads_or_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, loc: tuple[str | int, ...], value: object, how: str
-) -> None:
-    content = copy.deepcopy(VALID)
-    parent: Any = content
-    for step in loc[:-1]:
-        parent = parent[step]
-    if how == "set":
-        parent[loc[-1]] = value
-    elif how == "drop":
-        del parent[loc[-1]]
-    elif isinstance(parent, dict):
-        parent[str(value)] = parent.pop(loc[-1])
-    path = tmp_path_factory.getbasetemp() / "changed config.yaml"
-    path.write_text(json.dumps(content), encoding="utf-8")
-    try:
-        assert isinstance(load_config(path, environ={"X": "hf_secret"}).config, RunConfig)
-    except ConfigError as error:
-        messages = error.problems
-    else:
-        return
-    assert messages
-    assert all("\n" not in problem and "hf_secret" not in problem for problem in messages)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ensemble.common.errors import ConfigError
-from ensemble.config.document import apply_overrides, expand
-from tests.config.examples import BASE, overridden, read
+from tests.config.examples import BASE, overridden
 
 
 @pytest.mark.parametrize(
@@ -92,19 +86,3 @@ def test_an_override_takes_the_place_of_what_could_not_be_read() -> None:
         "a (line 1): the tag '!x' is not allowed here; leave it out",
         "--set a=5: must be less, not 5",
     )
-
-
-YAMLISH = st.text(alphabet="ab1.:-[]{}<&*!|>'\"#%@?,~$ \n\t\\x\ufeff\x00", max_size=40)
-
-
-@settings(max_examples=150, deadline=None, database=None, derandomize=True)  # type: ignore[untyped-decorator, unused-ignore]
-@given(text=YAMLISH, override=YAMLISH)  # type: ignore[untyped-decorator, unused-ignore]
-def test_any_text_is_read_or_refused(text: str, override: str) -> None:
-    try:
-        document = read(text)
-    except ConfigError:
-        document = read(BASE)
-    apply_overrides(document, [override, f"models.{override}", f"data.x={override}", f"{override}=1"])
-    expanded: dict[str, Any] = expand(document, {})
-    assert isinstance(expanded, dict)
-    assert not any("\n" in problem for problem in document.problems)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import csv
 import gzip
-import io
 import lzma
 import os
 from pathlib import Path
@@ -17,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from ensemble.common.errors import DataError
-from ensemble.common.text import did_you_mean
 from ensemble.data.csv_file import read_csv, read_header, read_text_csv, write_csv
 from ensemble.data.formats import read_contents
 from ensemble.data.input_file import Wanted
@@ -132,13 +130,6 @@ def test_line_ends_and_byte_order_mark(tmp_path: Path, end: str, mark: str) -> N
     assert read_text_csv(path).to_pydict() == {"id": ["1", "2", "3"], "t": ["a\nb", "c\r\nd", ""]}
 
 
-def test_mixed_line_ends_agree_with_the_csv_module(tmp_path: Path) -> None:
-    text = 'id,t\r\n1,x\n2,"y\n""z"""\r3, q \r\n4,"m"'
-    expected = list(csv.reader(io.StringIO(text, newline="")))
-    table = read_text_csv(written(tmp_path / "x.csv", text))
-    assert [list(row.values()) for row in table.to_pylist()] == expected[1:]
-
-
 def test_tabs_gzip_and_case_of_the_extension(tmp_path: Path) -> None:
     cells = {"id": ["1"], "t": ["a,b"]}
     assert read_text_csv(written(tmp_path / "x.tsv", "id\tt\n1\ta,b\n")).to_pydict() == cells
@@ -152,15 +143,6 @@ def test_tabs_gzip_and_case_of_the_extension(tmp_path: Path) -> None:
 def test_selects_columns_in_the_order_asked_for(tmp_path: Path) -> None:
     path = written(tmp_path / "x.csv", "a,b,c\n1,2,3\n")
     assert list(read_text_csv(path, ["c", "a"]).to_pydict().items()) == [("c", ["3"]), ("a", ["1"])]
-
-
-def test_a_cell_of_ten_megabytes(tmp_path: Path) -> None:
-    long = "x\n" * 5_000_000
-    path = written(tmp_path / "x.csv", "id,t\n" + "1,short\n" * 1_000 + f'2,"{long}"\n3,end\n')
-    table = read_text_csv(path)
-    assert table.num_rows == 1_002
-    assert table["t"][1_000].as_py() == long
-    assert table["t"][1_001].as_py() == "end"
 
 
 def test_limit_stops_early(tmp_path: Path) -> None:
@@ -315,12 +297,6 @@ def test_a_quote_that_never_closes(tmp_path: Path) -> None:
     assert "opens in row 1 and never closes" in problem(written(tmp_path / "z.csv", 'id,t,u\n1,"cut'))
     path = written(tmp_path / "y.csv", start + '2,5" pipe\n')
     assert read_text_csv(path)["t"][-1].as_py() == '5" pipe'
-
-
-def test_did_you_mean() -> None:
-    assert did_you_mean("Prompt ", ["prompt", "response"]) == " (did you mean 'prompt'?)"
-    assert did_you_mean("zzz", ["prompt"]) == ""
-    assert did_you_mean("x", []) == ""
 
 
 @pytest.mark.long

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ensemble.common.errors import DataError
 from ensemble.data.submission import Sample, read_sample
-from tests.sampling import tries
 
 LABELS = ("a", "b")
 
@@ -29,12 +23,6 @@ def sample_of(tmp_path: Path, text: str, labels: Sequence[str] = LABELS, **colum
 
 def ids(*names: str) -> pa.ChunkedArray:
     return pa.chunked_array([names[:1], names[1:]], pa.string())
-
-
-def test_reads_ids_as_text_in_file_order(tmp_path: Path) -> None:
-    sample = sample_of(tmp_path, 'a,id,b\n0.5,010,0.5\n0.5," x",0.5\n,nan,\n')
-    assert sample.columns == ("a", "id", "b")
-    assert sample.ids.to_pylist() == ["010", " x", "nan"]
 
 
 def test_a_sample_without_its_id_column(tmp_path: Path) -> None:
@@ -86,24 +74,6 @@ def test_a_trial_on_the_first_rows_may_lack_ids_and_not_have_others(tmp_path: Pa
     assert sample.problems(ids("3", "1"), True) == ()
     (messages,) = sample.problems(ids("3", "9"), True)
     assert "lacks 1 id of the input table: '9'" in messages
-
-
-def test_writes_the_columns_and_rows_of_the_sample(tmp_path: Path) -> None:
-    names = ["=1+1", "a,b", 'q"q', "l\nl", " x", "é", "007", "nan"]
-    target = tmp_path / "submission.csv"
-    with (tmp_path / "sample.csv").open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream, lineterminator="\r\n")
-        writer.writerow(["winner, a", "id", "b"])
-        writer.writerows([["0", name, "0"] for name in names])
-    sample = read_sample(tmp_path / "sample.csv", "id", LABELS, {"winner, a": "a"})
-    order = np.random.default_rng(0).permutation(len(names))
-    probabilities = np.random.default_rng(1).dirichlet(np.ones(2), len(names))
-    predicted = ids(*(names[i] for i in order))
-    sample.write(target, predicted, probabilities[order])
-    frame = pd.read_csv(target, dtype=str, keep_default_na=False)
-    assert frame.columns.tolist() == ["winner, a", "id", "b"]
-    assert frame["id"].tolist() == names
-    assert np.array_equal(frame[["winner, a", "b"]].map(float).to_numpy(), probabilities)
 
 
 def test_one_column_of_two_labels(tmp_path: Path) -> None:
@@ -159,24 +129,6 @@ def test_cells_of_the_sample_that_are_no_numbers(tmp_path: Path) -> None:
         sample.values(ids("1"))
     assert caught.value.problems == expected
     assert sample_of(tmp_path, text, ("c",)).value_problems() == (), "only columns of labels count"
-
-
-@tries(25)
-@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=5))
-def test_every_number_is_read_as_python_reads_it(numbers: list[float]) -> None:
-    with TemporaryDirectory() as folder:
-        for odd in ("", "x\n"):
-            rows = "".join(f"{row},{number!r}\n" for row, number in enumerate(numbers))
-            sample = sample_of(Path(folder), f"id,a\n{rows}{'odd,' if odd else ''}{odd}", ("a",))
-            problems = sample.value_problems()
-            assert len(problems) == bool(odd)
-            assert all(
-                "1 cell without a finite number" in problem and f"row {len(numbers) + 1}" in problem
-                for problem in problems
-            )
-        sample = sample_of(Path(folder), f"id,a\n{rows}", ("a",))
-        wanted = ids(*map(str, range(len(numbers))))
-        assert sample.values(wanted)[:, 0].tolist() == numbers
 
 
 def test_a_sample_that_lost_an_id_since_it_was_checked(tmp_path: Path) -> None:

@@ -345,12 +345,6 @@ def test_published_batches_and_chunks(tmp_path: Path) -> None:
     assert sum(sizes) == rows
 
 
-def test_compressed_tabs(tmp_path: Path) -> None:
-    path = tmp_path / "x.tsv.gz"
-    path.write_bytes(gzip.compress(b"id\ttext\n1\ta,b\n"))
-    assert read_table(path, needs()).head(1) == [{"text": "a,b"}]
-
-
 # ---- JSON lines
 
 

@@ -26,10 +26,10 @@ names = text_cells.filter(lambda name: name.strip() and name not in {"id", "text
 
 
 @st.composite
-def tables(draw: st.DrawFn, *, unique: bool = True) -> tuple[list[str], Records]:
+def tables(draw: st.DrawFn) -> tuple[list[str], Records]:
     """A header with ``id`` and ``text`` in it, and rows."""
     header = draw(st.permutations(["id", "text", *draw(st.lists(names, max_size=2, unique=True))]))
-    row_ids = draw(st.lists(ids if unique else text_cells, min_size=1, max_size=8, unique=unique))
+    row_ids = draw(st.lists(ids, min_size=1, max_size=8, unique=True))
     rows = [[row_id if name == "id" else draw(text_cells) for name in header] for row_id in row_ids]
     return header, rows
 

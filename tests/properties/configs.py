@@ -10,8 +10,6 @@ from typing import Any, Final
 import yaml
 from hypothesis import strategies as st
 
-from tests.config.examples import WHOLE
-
 Steps = tuple[str | int, ...]
 
 # What YAML gives a meaning to, what our keys are, and what has broken one reader or another.
@@ -29,12 +27,6 @@ PIECES: Final = [
     "output_dir",
 ]
 texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=20).map("".join)
-encoded_texts = st.builds(
-    lambda text, encoding: text.encode(encoding, "replace" if encoding == "latin-1" else "surrogatepass"),
-    texts,
-    st.sampled_from(["utf-8", "utf-16", "utf-32", "latin-1"]),
-)
-
 words = st.text(max_size=8) | st.sampled_from(PIECES)
 # Numbers at the ends of what their types hold, and text that is nearly what some key takes.
 AWKWARD: Final[list[Any]] = [
@@ -337,68 +329,6 @@ def written(draw: st.DrawFn, content: dict[str, Any]) -> str:
     return draw(st.sampled_from(["", "\ufeff"])) + text
 
 
-@st.composite
-def damaged_texts(draw: st.DrawFn) -> str:
-    """A good config's text with lines doubled, dropped, moved or indented, and pieces of YAML put in anywhere."""
-    lines = WHOLE.splitlines(keepends=True)
-    for _ in range(draw(st.integers(1, 3))):
-        index = draw(st.integers(0, len(lines) - 1))
-        change = draw(
-            st.sampled_from(["double", "drop", "move", "indent", "put in", "put in", "replace", "cut"])
-        )
-        if change == "double":
-            lines.insert(draw(st.integers(0, len(lines))), lines[index])
-        elif change == "drop" and len(lines) > 1:
-            del lines[index]
-        elif change == "move":
-            lines.insert(draw(st.integers(0, len(lines) - 1)), lines.pop(index))
-        elif change == "indent":
-            lines[index] = draw(st.sampled_from([" ", "  ", "\t", "- "])) + lines[index]
-        else:
-            at = draw(st.integers(0, len(lines[index])))
-            piece = "" if change == "cut" else draw(st.sampled_from(PIECES))
-            lines[index] = lines[index][:at] + piece + lines[index][at + (change != "put in") :]
-    return "".join(lines)
-
-
-BOMBS: Final = ["list", "mapping", "merge", "keys", "brackets", "braces", "indents", "dashes", "self"]
-
-
-@st.composite
-def bombs(draw: st.DrawFn) -> str:
-    """Aliases of aliases, merges of merges, brackets in brackets: little text that stands for very much."""
-    kind, width, depth = draw(st.sampled_from(BOMBS)), draw(st.integers(1, 30)), draw(st.integers(41, 60))
-    if kind == "brackets":
-        return "a: " + "[" * depth * width + draw(st.sampled_from(["", "]" * depth * width]))
-    if kind == "braces":
-        return "{a: " * depth * width + draw(st.sampled_from(["", "}" * depth * width]))
-    if kind == "indents":
-        return "".join(" " * level + "a:\n" for level in range(depth + width))
-    if kind == "dashes":
-        return "a:\n" + "- " * depth * width + "1"
-    if kind == "self":
-        loops = [
-            "&a [*a]",
-            "&a {x: *a}",
-            "a: &a {<<: *a}",
-            "a: &a [[*a], *a]",
-            "? &a [*a]\n: 1",
-            "&a {? *a : 1}",
-        ]
-        return draw(st.sampled_from(loops))
-    lines = ["a0: &a0 [1]" if kind == "list" else "a0: &a0 {k: 1}"]
-    for level in range(1, depth):
-        before = f"*a{level - 1}"
-        inner = {
-            "list": f"[{', '.join([before] * width)}]",
-            "mapping": f"{{{', '.join(f'k{index}: {before}' for index in range(width))}}}",
-            "merge": f"{{<<: [{', '.join([before] * width)}], n{level}: 1}}",
-            "keys": f"{{? {before} : 1, ? [{before}] : 2}}",
-        }[kind]
-        lines.append(f"a{level}: &a{level} {inner}")
-    return "\n".join(lines)
-
-
 _STEPS: Final = [
     *("models", "models.0", "models[1]", "gemma2", "labels", "0", "9999999", "-1", "weight", "data", "path"),
     *("defaults", "x", "", "[0]", "[", "limit", "device_map", "é", "\udcff", "a b", "\n", "time_limit", "1"),
@@ -410,12 +340,5 @@ override_lists = st.lists(
         texts | st.sampled_from(["1", "null", "[1", "{a: b}", "9" * 5000, "&a [*a]"]),
     )
     | texts,
-    max_size=4,
-)
-# What an environment can hold: no NUL, and lone surrogates where bytes are not UTF-8.
-environments = st.dictionaries(
-    st.sampled_from(["X", "Y1", "CONFIG_DIR", "_", "é", "A B"]),
-    st.text(st.characters(exclude_characters="\x00", exclude_categories=()), max_size=8).map("s3cret".__add__)
-    | st.sampled_from(["s3cret\udcff", "s3cret\n- x", "s3cret${X}", "s3cret" * 1000]),
     max_size=4,
 )

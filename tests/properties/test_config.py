@@ -68,12 +68,6 @@ def texts_in(value: object) -> Iterator[str]:
             yield from texts_in(item)
 
 
-@tries(100)
-@given(content=st.binary(max_size=60) | configs.encoded_texts)
-def test_any_bytes(file: Path, content: bytes) -> None:
-    assert not isinstance(outcome(file, content), RunConfig)
-
-
 @tries(150)
 @given(text=configs.texts)
 @example(text="!!python/object/apply:os.system [id]")
@@ -82,12 +76,6 @@ def test_any_text_that_looks_like_yaml(file: Path, text: str) -> None:
     outcome(file, text)
     outcome(file, WHOLE + text)
     outcome(file, f"x: {text}\n{WHOLE}")
-
-
-@tries(150)
-@given(text=configs.damaged_texts())
-def test_a_damaged_text(file: Path, text: str) -> None:
-    outcome(file, text)
 
 
 def test_the_good_config_is_good_and_has_every_key(file: Path) -> None:
@@ -107,28 +95,11 @@ def changed(steps: configs.Steps, value: object) -> dict[str, Any]:
 PLACES = sorted(configs.places(configs.GOOD), key=str)
 
 
-@tries(300)
-@given(steps=st.sampled_from(PLACES), value=configs.values)
-@example(steps=("time_limit",), value="9" * 400 + "h")
-@example(steps=("time_limit",), value="1h" + " " * 50_000 + "x")
-@example(steps=("models", 0, "max_memory"), value={"0": "9" * 400 + "GB"})
-@example(steps=("models", 0, "max_memory"), value={"9" * 5000: 1})
-def test_any_value_of_any_key(file: Path, steps: configs.Steps, value: object) -> None:
-    outcome(file, json.dumps(changed(steps, value), ensure_ascii=False))
-
-
 @tries(120)
 @given(data=st.data())
 def test_a_changed_config(file: Path, data: st.DataObject) -> None:
     content = data.draw(configs.changed_configs())
     outcome(file, data.draw(configs.written(content)), environ={"X": "s3cret"})
-
-
-@tries(25)
-@given(text=configs.bombs())
-def test_a_bomb_is_put_out(file: Path, text: str) -> None:
-    outcome(file, text)
-    outcome(file, WHOLE, [f"models.0.model_kwargs={text}"])
 
 
 @tries(120)
@@ -139,8 +110,12 @@ def test_any_overrides(file: Path, overrides: list[str]) -> None:
     outcome(file, WHOLE, overrides)
 
 
-@tries(60)
+@tries(200)
 @given(steps=st.sampled_from(PLACES), value=configs.values)
+@example(steps=("time_limit",), value="9" * 400 + "h")
+@example(steps=("time_limit",), value="1h" + " " * 50_000 + "x")
+@example(steps=("models", 0, "max_memory"), value={"0": "9" * 400 + "GB"})
+@example(steps=("models", 0, "max_memory"), value={"9" * 5000: 1})
 def test_an_override_does_what_an_edit_does(file: Path, steps: configs.Steps, value: object) -> None:
     edited = outcome(file, json.dumps(changed(steps, value), ensure_ascii=False))
     override = f"{'.'.join(map(str, steps))}={json.dumps(value, ensure_ascii=False)}"
@@ -152,34 +127,6 @@ def test_an_override_does_what_an_edit_does(file: Path, steps: configs.Steps, va
         if is_of_fit and isinstance(overridden, RunConfig) and overridden.fitted_on is None:
             edited = edited.model_copy(update={"fitted_on": None})  # an override of weights drops it
         assert str(overridden) == str(edited)  # in which NaN is like NaN
-
-
-EXPANDED = st.lists(
-    st.tuples(st.just("$${"), st.just("${"))
-    | st.tuples(st.just("${X}"), st.just("x ${Y}"))
-    | st.text(st.characters(exclude_characters="$\x00", codec="utf-8"), max_size=5).map(
-        lambda text: (text, text)
-    ),
-    max_size=6,
-)
-
-
-@tries(80)
-@given(pieces=EXPANDED)
-def test_variables_are_put_into_text_and_nothing_else_is(file: Path, pieces: list[tuple[str, str]]) -> None:
-    text, expected = ("".join(parts) for parts in zip(*pieces, strict=True)) if pieces else ("", "")
-    content = json.dumps(small(model_kwargs={"a": [text]}), ensure_ascii=True)
-    config = outcome(file, content, environ={"X": "x ${Y}"})
-    assert isinstance(config, RunConfig)
-    assert config.models[0].model_dump()["model_kwargs"] == {"a": [expected]}
-
-
-@tries(80)
-@given(text=configs.texts, environ=configs.environments)
-def test_no_variable_shows(file: Path, text: str, environ: dict[str, str]) -> None:
-    named = "".join(f"${{{name}}}" for name in environ)
-    outcome(file, json.dumps(small(revision=text + named, weight=f"{named}{text}")), environ=environ)
-    outcome(file, json.dumps(small(label_map={text: named}, revision=text)), environ=environ)
 
 
 @tries(60)

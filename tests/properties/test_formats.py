@@ -93,32 +93,6 @@ def test_json_lines_keep_values_and_the_spelling_of_ids(folder: Path, data: st.D
         assert repr([row[name] for row in table.head(count)]) == repr([row[name] for row in rows])
 
 
-@tries(20)
-@given(
-    depth=st.integers(1, 200) | st.integers(20_000, 200_000),
-    opening=st.sampled_from(["[", '{"a": ']),
-    where=st.sampled_from(["text", "id", "other"]),
-)
-@example(depth=100, opening="[", where="text")
-@example(depth=200_000, opening="[", where="text")
-def test_json_in_json_in_json(folder: Path, depth: int, opening: str, where: str) -> None:
-    value = opening * depth + "null" + ("]" if opening == "[" else "}") * depth
-    cells_of_row = {"id": "1", "text": '"a"', "other": "1", where: value}
-    line = ", ".join(f'"{name}": {cell}' for name, cell in cells_of_row.items())
-    table = outcome(
-        folder / "x.jsonl",
-        f"{{{line}}}\n".encode(),
-        lambda path: read_table(path, needs("text", "other", json_columns=("other",))),
-    )
-    if where == "id" or depth > 200:
-        assert isinstance(table, tuple)
-    else:
-        assert isinstance(table, InputTable)
-        result = given_to_workers(table, folder)[0][where]
-        assert result == json.loads(value)
-        assert table.null_texts["other"] == (where == "other")
-
-
 ROW_IDS = ["001", "1e5", "nan"]
 NESTED_VIEWS = pa.array([["a"], None, ["b"]], pa.list_(pa.string_view()))
 CODED = pa.array(["a", "b", "a"]).dictionary_encode()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
-import io
 import json
 from functools import cache
 from pathlib import Path
@@ -18,9 +16,8 @@ from hypothesis import strategies as st
 from ensemble.data.file_rows import FileRows
 from ensemble.data.formats import copy_rows
 from ensemble.data.table import InputTable, read_table
-from ensemble.data.template import compile_template
 from tests.properties import cells
-from tests.properties.reading import as_parquet, files, from_json, given_to_workers, needs, outcome
+from tests.properties.reading import as_parquet, files, given_to_workers, needs, outcome
 from tests.sampling import tries
 
 
@@ -56,24 +53,6 @@ def test_rows_that_are_copied_keep_every_cell(folder: Path, data: st.DataObject)
         result = given_to_workers(copied, folder)
         assert result[: len(numbers)] == [dict(zip(header, rows[row], strict=True)) for row in numbers]
     assert [[row["id"], row["text"]] for row in result[len(numbers) :]] == others
-
-
-@tries(100)
-@given(data=st.data())
-def test_ids_that_are_missing_or_stand_twice(folder: Path, data: st.DataObject) -> None:
-    header, rows = data.draw(cells.tables(unique=False))
-    name, content = data.draw(files(header, rows))
-    limit = data.draw(st.none() | st.integers(1, 8))
-    table = outcome(folder / name, content, lambda path: read_table(path, needs("text", limit=limit)))
-    wanted = [row[header.index("id")] for row in rows[:limit]]
-    if isinstance(table, InputTable):
-        assert table.ids.to_pylist() == wanted
-        assert all(wanted)
-        assert len(set(wanted)) == len(wanted)
-    else:
-        twice = sorted({row_id for row_id in wanted if row_id and wanted.count(row_id) > 1}, key=wanted.index)
-        assert any("without an id" in problem for problem in table) == ("" in wanted)
-        assert any("more than once" in problem for problem in table) == bool(twice)
 
 
 @st.composite
@@ -115,56 +94,6 @@ def test_a_damaged_name_in_parquet(folder: Path) -> None:
     table = outcome(folder / "x.parquet", content, lambda path: read_table(path, needs("text")))
     assert isinstance(table, tuple)
     assert "read as Parquet" in table[0]
-
-
-CELLS_WITH_JSON = [
-    "",
-    " ",
-    "null",
-    "[]",
-    '["a", null]',
-    "[1e999]",
-    "[NaN]",
-    "[" * 101 + "]" * 101,
-    "[" * 9999,
-    '{"a": {}}',
-    "9" * 5000,
-    "\ufeff[]",
-    "'a'",
-    '"\\ud800"',
-    "[1,]",
-    "[]x",
-    "\x00",
-]
-
-
-@tries(80)
-@given(drawn=st.lists(st.sampled_from(CELLS_WITH_JSON) | cells.text_cells, min_size=1, max_size=5))
-def test_cells_that_a_template_parses(folder: Path, drawn: list[str]) -> None:
-    rows = [[str(index), cell] for index, cell in enumerate(drawn)]
-    content = io.StringIO(newline="")
-    csv.writer(content, quoting=csv.QUOTE_ALL).writerows([["id", "text"], *rows])
-    table = outcome(
-        folder / "x.csv",
-        content.getvalue().encode(),
-        lambda path: read_table(path, needs("text", json_columns=("text",))),
-    )
-    broken = [cell for cell in drawn if cell.strip() and by_json_text(cell) is None]
-    if isinstance(table, InputTable):
-        assert not broken
-        template = compile_template("{{ text | fromjson | tojson }}")
-        assert all(template.render(row) for row in given_to_workers(table, folder))
-    else:
-        assert f"broken JSON in {len(broken)} row" in table[0]
-
-
-def by_json_text(cell: str) -> str | None:
-    """The JSON itself, or None for what is to be refused."""
-    try:
-        from_json(cell.encode())
-    except (ValueError, RecursionError):
-        return None
-    return cell
 
 
 @pytest.mark.long
