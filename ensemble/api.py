@@ -153,10 +153,16 @@ def train(
     with _exclusive_run(loaded, quiet) as stream:
         from ensemble.cli.progress import choose_display, log_shown
         from ensemble.common.clock import boot_seconds
-        from ensemble.pipeline.out_of_fold import predict_held_out, raise_unless_predicted
         from ensemble.pipeline.trained_members import is_trained
         from ensemble.pipeline.training_dir import TrainingDir
-        from ensemble.training.command import Asked, raise_unless_trained, trained, untrained_text
+        from ensemble.training.command import (
+            Asked,
+            predict_held_out,
+            raise_unless_predicted,
+            raise_unless_trained,
+            trained,
+            untrained_text,
+        )
 
         display = choose_display(stream)
         began = boot_seconds() - _elapsed_seconds()

@@ -24,7 +24,7 @@ from ensemble.planning.cascade import when_text
 from ensemble.planning.placement import Fit
 from ensemble.planning.plan import ModelPlan, Plan
 from ensemble.scheduling.launchers.base import Node
-from ensemble.training.check import disk_of_trainings
+from ensemble.training.command import disk_of_trainings
 
 if TYPE_CHECKING:
     from ensemble.commands.rehearse import Rehearsal

@@ -1,36 +1,57 @@
-"""Train all members that have ``train``: a training for each of their folds that has not ended well yet."""
+"""Train all members that have ``train``, a training for each of their folds that lacks, and predict with them.
+
+``ensemble train`` and ``ensemble run`` take the same road: the directory is held, what lacks is trained, and an
+ordinary run follows, in which ordinary members stand for the trained ones. It is over the training table, each row
+by models that have not seen it, or over the config's own table.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import FileDigests, digest_of
-from ensemble.common.errors import RESUMES, CheckpointError, ConfigError, MembersFailed, TimeLimitReached
-from ensemble.common.files import atomic_path, write_text
-from ensemble.common.python_process import python_command
+from ensemble.common.errors import (
+    RESUMES,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MembersFailed,
+    TimeLimitReached,
+)
+from ensemble.common.files import atomic_path, free_bytes, remove_temporary_files, write_text
+from ensemble.common.python_process import path_of_commands, python_command
 from ensemble.common.shards import file_sha256
-from ensemble.common.text import listed, plural, shown_path
+from ensemble.common.text import gib, listed, nearest, plural, shown_path
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig
-from ensemble.config.schema import PLACEHOLDERS
+from ensemble.config.schema import DEFAULT_FOLDS, PLACEHOLDERS
 from ensemble.data.trained_rows import fold_count, write_trained_rows
-from ensemble.members.huggingface.training_from_base import training_from_base
-from ensemble.pipeline.run import Display, held_directory
+from ensemble.jobs.job import jobs_of
+from ensemble.members.huggingface.training_from_base import TrainingFromBase, training_from_base
+from ensemble.members.questions import ask
+from ensemble.pipeline.ending import raise_unless_complete
+from ensemble.pipeline.load import derived_run
+from ensemble.pipeline.prepare import prepare
+from ensemble.pipeline.prepared import Prepared
+from ensemble.pipeline.run import Display, held_directory, run_prepared
 from ensemble.pipeline.run_dir import RunDir, head, logging_to, system_errors_in
+from ensemble.pipeline.run_report import RunReport
 from ensemble.pipeline.signals import Signals
 from ensemble.pipeline.trained_members import is_trained, missing_parts, with_trained
-from ensemble.pipeline.training_dir import TrainingDir, parts_of
-from ensemble.training.check import check_trainings
+from ensemble.pipeline.training_dir import Part, TrainingDir, parts_of
 from ensemble.training.data import TrainingData, read_training_data
-from ensemble.training.jobs import Training, TrainingRun
+from ensemble.training.jobs import TrainingRun
 from ensemble.training.records import PartRecord, Seal, TrainingReport, read_record, write_record
-from ensemble.training.seal import Standing, consent_text, seal_training, standing_of, texts_by_reason
+from ensemble.training.seal import Training, as_it_stands, consent_text, seal_training, texts_by_reason
 
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 # What {fold} is for a training on all rows.
@@ -155,6 +176,40 @@ def trained_for_run(
         yield replace(ready, untrained=untrained, out_of_time=out_of_time), signals
 
 
+def predict_held_out(
+    loaded: LoadedConfig, display: Display, began: float, owns_process: bool = True
+) -> RunReport:
+    """Predict the rows that each fold holds out, and write ``oof/<member>.csv`` of members that have all of them.
+
+    The run has its own directory, ``training/oof``, and resumes there. Its ensemble is the plain mean of the
+    trained members.
+
+    Args:
+        loaded: the config as it was loaded, with members that have ``train``.
+        began: when the command began, by ``boot_seconds``; ``time_limit`` is counted from there.
+
+    Raises:
+        EnsembleError: of exit code 2 if a member is not trained, or if the table is not the one of its training;
+            else as ``pipeline.run.run``.
+    """
+    files = TrainingDir(loaded.config.output_dir)
+    prepared = prepare(_out_of_fold(loaded, files.oof_run), is_for_run=True)
+    try:
+        _demand_one_fold(prepared)
+    except DataError:
+        prepared.launcher.close()
+        raise
+    report = run_prepared(prepared, display, False, began, owns_process)
+    for member in report.members:
+        if member.status == "complete":
+            target = files.oof(member.name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remove_temporary_files(target)
+            with atomic_path(target) as temporary:
+                shutil.copyfile(RunDir(files.oof_run).predictions(member.name), temporary)
+    return report
+
+
 def preview_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
     """Check all that shows before a training begins, its tables included.
 
@@ -171,27 +226,76 @@ def preview_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
     if remark:
         return loaded, [remark]
     sentences, data = check_trainings(loaded), read_training_data(loaded)
+    trainings = [as_it_stands(files, training) for training in _trainings(config, files, data)]
     outdated: dict[str, dict[int | None, str]] = {}
-    standings: list[Standing] = []
-    for model in config.trained_members:
-        of_member = [
-            standing_of(files, model.name, training.part, training.made_of)
-            for training in _trainings(config, files, data, model)
-        ]
-        standings += of_member
-        if any(standing.why for standing in of_member):
-            outdated[model.name] = {item.part.fold: item.why for item in of_member if not item.is_done}
-        back = [
-            item.part.text
-            for item in of_member
-            if item.is_done and not files.is_finished(model.name, item.part)
-        ]
+    for name, group in itertools.groupby(trainings, lambda training: training.model.name):
+        of_member = [*group]
+        if any(training.why for training in of_member):
+            outdated[name] = {item.part.fold: item.why for item in of_member if not item.is_done}
+        done = [item.part for item in of_member if item.is_done]
+        back = [part.text for part in done if not files.is_finished(name, part)]
         if back:
             sentences.append(
-                f"{model.name}: {listed(back, 10, str)}: trained already, and used again by train or run"
+                f"{name}: {listed(back, 10, str)}: trained already, and used again by train or run"
             )
-    sentences += [*texts_by_reason(standings, "would be trained anew"), consent_text(standings)]
+    sentences += [*texts_by_reason(trainings, "would be trained anew"), consent_text(trainings)]
     return replace(loaded, outdated=outdated), [*filter(None, sentences), *data.remarks]
+
+
+def check_trainings(loaded: LoadedConfig) -> list[str]:
+    """Check all that shows before a training begins, and return warnings.
+
+    Raises:
+        ConfigError: with every problem, each with its key.
+    """
+    problems: list[str] = []
+    from_base: dict[str, TrainingFromBase] = {}
+    for index, model in enumerate(loaded.config.models):
+        key, training = f"models[{index}].train", training_from_base(model)
+        if training is not None:
+            from_base[key] = training
+        elif model.training is not None:
+            problems += (f"{key}.command: {text}" for text in command_problems(model.training.command or ()))
+    ask([question for training in from_base.values() for question in training.questions()])
+    for key, training in from_base.items():
+        problems += training.problems(key)
+    written, free = disk_of_trainings(loaded, from_base.values())
+    if free is not None and written > free:
+        problems.append(
+            f"output_dir: its trainings write about {gib(written)} to "
+            f"{TrainingDir(loaded.config.output_dir).root}, where {gib(free)} are free; make room, choose "
+            "another output_dir, or train with method: lora"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return [f"{key}: {text}" for key, training in from_base.items() for text in training.warnings()]
+
+
+def disk_of_trainings(
+    loaded: LoadedConfig, from_base: Iterable[TrainingFromBase] | None = None
+) -> tuple[int, int | None]:
+    """Return the bytes that missing trainings from base models write, and those that are free; None: not known.
+
+    ``from_base``: these trainings; None: all of the config.
+    """
+    if from_base is None:
+        from_base = filter(None, map(training_from_base, loaded.config.models))
+    written = 0
+    for training in from_base:
+        written += training.disk_bytes(len(missing_parts(loaded, training.model, splits=DEFAULT_FOLDS)))
+    return written, free_bytes(TrainingDir(loaded.config.output_dir).root)
+
+
+def command_problems(command: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with a user's command, as far as it shows without running it."""
+    program = command[0]
+    if shutil.which(program, path=path_of_commands()) is None:
+        problem = "is no file that may be executed" if "/" in program else "is not on the PATH"
+        yield f"the program {program} {problem}; name an installed program, or its path"
+    for name in re.findall(r"\{(\w+)\}", " ".join(command)):
+        near = nearest(name, PLACEHOLDERS)
+        if name not in PLACEHOLDERS and near is not None:
+            yield f"{{{name}}} stands for nothing; did you mean {{{near}}}?"
 
 
 def raise_unless_trained(report: TrainingReport) -> None:
@@ -215,6 +319,15 @@ def untrained_text(loaded: LoadedConfig) -> str:
     return f"out-of-fold predictions are made when all folds are trained; {'; '.join(lacking)}"
 
 
+def raise_unless_predicted(report: RunReport) -> None:
+    """Raise ``TimeLimitReached`` or ``MembersFailed`` if ``oof/`` lacks a member."""
+    if report.status == "time_limit":
+        raise TimeLimitReached(
+            f"stopped at time_limit, before all rows were predicted by models that have not seen them; {RESUMES}"
+        )
+    raise_unless_complete(report)
+
+
 def _taken_as_sealed(loaded: LoadedConfig) -> str:
     """Return that members are taken as they were trained, because something to train them from is gone; else "".
 
@@ -232,12 +345,12 @@ def _taken_as_sealed(loaded: LoadedConfig) -> str:
 
 def outdated_texts(loaded: LoadedConfig, outcome: str) -> list[str]:
     """Return which finished trainings a setting outdates, or a file of a checkpoint; tables are not read."""
-    config, files, standings = loaded.config, TrainingDir(loaded.config.output_dir), []
+    config, files, trainings = loaded.config, TrainingDir(loaded.config.output_dir), []
     for model in config.trained_members:
         settings = made_of(config, model)
         for part in parts_of(model, fold_count(files.trained_rows(model.name))):
-            standings.append(standing_of(files, model.name, part, settings))
-    return [*texts_by_reason(standings, outcome)]
+            trainings.append(as_it_stands(files, Training(model=model, part=part, made_of=settings)))
+    return [*texts_by_reason(trainings, outcome)]
 
 
 def _lost(config: RunConfig) -> Iterator[str]:
@@ -260,28 +373,25 @@ def _train(
 ) -> TrainingReport:
     """Sort out what is trained already, write the tables of the other trainings, and run these."""
     config = loaded.config
-    trainings = [
-        training for model in config.trained_members for training in _trainings(config, files, data, model)
-    ]
-    standings = [_take_up(config, files, training, display) for training in trainings]
-    chosen = [item for item in standings if asked.fold in (None, item.part.fold)]
-    others = [item for item in standings if item not in chosen]
+    trainings = [_take_up(config, files, training, display) for training in _trainings(config, files, data)]
+    chosen = [training for training in trainings if asked.fold in (None, training.part.fold)]
+    others = [training for training in trainings if training not in chosen]
     consent = consent_text(chosen)
     if consent and not asked.retrain and not asked.fresh:
         raise ConfigError([*texts_by_reason(chosen, "would be trained anew"), consent])
     for text in (*texts_by_reason(chosen, "trained anew"), *texts_by_reason(others, "kept, but not used")):
         display.say(text)
     to_run: list[Training] = []
-    for training, standing in zip(trainings, standings, strict=True):
-        name, part, is_asked = training.model.name, training.part, standing in chosen
+    for training in trainings:
+        name, part, is_asked = training.model.name, training.part, training in chosen
         # What has just been taken was not in use yet: --fresh asked for it before, or it has been mended.
-        is_fresh = asked.fresh and is_asked and not standing.is_taken
-        is_done = standing.is_done and not is_fresh
-        if standing.is_done != files.is_finished(name, part):
+        is_fresh = asked.fresh and is_asked and not training.is_taken
+        is_done = training.is_done and not is_fresh
+        if training.is_done != files.is_finished(name, part):
             files.trained_rows(name).unlink(missing_ok=True)  # they are of other folds than those in use now
         if is_done:
             files.clear(name, part)
-        elif (is_fresh or not standing.goes_on) and (is_asked or files.is_finished(name, part)):
+        elif (is_fresh or not training.goes_on) and (is_asked or files.is_finished(name, part)):
             # What is finished stays, out of use; what a stopped one has left is not taken for what this leaves.
             files.clear(name, part)
             files.begun(name, part).parent.mkdir(parents=True, exist_ok=True)
@@ -301,7 +411,7 @@ def _train(
     return TrainingRun(loaded, files, to_run, display, signals, data.file_states, ends_at).run()
 
 
-def _take_up(config: RunConfig, files: TrainingDir, training: Training, display: Display) -> Standing:
+def _take_up(config: RunConfig, files: TrainingDir, training: Training, display: Display) -> Training:
     """Take what a training has left that has ended well, and tell how it stands then."""
     name, part, is_taken, refusal = training.model.name, training.part, False, ""
     begun = read_record(files.begun(name, part), Seal)
@@ -316,33 +426,39 @@ def _take_up(config: RunConfig, files: TrainingDir, training: Training, display:
         else:
             display.say(f"{name}: {part.text}: what its training has left is taken now{note and f'; {note}'}")
             is_taken = True
-    standing = standing_of(files, name, part, training.made_of)
-    return replace(standing, is_taken=is_taken, why=refusal or standing.why)
+    training = as_it_stands(files, training)
+    return replace(training, is_taken=is_taken, why=refusal or training.why)
 
 
-def _trainings(
-    config: RunConfig, files: TrainingDir, data: TrainingData, model: MemberConfig
-) -> Iterator[Training]:
-    """Yield a member's trainings, with the commands that do them."""
+def _trainings(config: RunConfig, files: TrainingDir, data: TrainingData) -> Iterator[Training]:
+    """Yield the trainings of all members, with the commands that do them."""
+    for model in config.trained_members:
+        from_base, settings = training_from_base(model), made_of(config, model)
+        for part in parts_of(model, data.splits):
+            if from_base is not None:
+                spec = files.spec(model.name, part)
+                command = [*python_command(from_base.program), str(spec.absolute())]
+            else:
+                command = _users_command(files, data, model, part)
+            of_data = data.digests(model.name, part.fold)
+            yield Training(
+                model=model,
+                part=part,
+                made_of={**of_data, **settings},
+                command=tuple(command),
+                from_base=from_base,
+            )
+
+
+def _users_command(files: TrainingDir, data: TrainingData, model: MemberConfig, part: Part) -> list[str]:
     assert model.training is not None
-    from_base, users_command = training_from_base(model), model.training.command or ()
-    settings = made_of(config, model)
-    for part in parts_of(model, data.splits):
-        values = {
-            "train": str(files.train_file(part, data.suffix).absolute()),
-            "fold": ALL_ROWS if part.fold is None else str(part.fold),
-            "out": str(files.unfinished(model.name, part).absolute()),
-        }
-        command = [_PLACEHOLDER.sub(lambda match: values[match[1]], text) for text in users_command]  # noqa: B023
-        if from_base is not None:
-            command = [*python_command(from_base.program), str(files.spec(model.name, part).absolute())]
-        yield Training(
-            model=model,
-            part=part,
-            command=tuple(command),
-            from_base=from_base,
-            made_of={**data.digests(model.name, part.fold), **settings},
-        )
+    values = {
+        "train": str(files.train_file(part, data.suffix).absolute()),
+        "fold": ALL_ROWS if part.fold is None else str(part.fold),
+        "out": str(files.unfinished(model.name, part).absolute()),
+    }
+    command = model.training.command or ()
+    return [_PLACEHOLDER.sub(lambda match: values[match[1]], text) for text in command]
 
 
 def made_of(config: RunConfig, model: MemberConfig) -> dict[str, str]:
@@ -375,7 +491,7 @@ def _write_data(
     """Write what the commands read: a table for each part of users' commands, and the trainer's specs."""
     table = files.root / "data/table.arrow"
     table.parent.mkdir(exist_ok=True)
-    for part in dict.fromkeys(training.part for training in trainings if not training.is_built_in):
+    for part in dict.fromkeys(training.part for training in trainings if training.from_base is None):
         data.write_for_command(files.train_file(part, data.suffix), data.rows_of(part.fold))
     to_train = {training.model.name for training in trainings}
     for model in config.trained_members:
@@ -405,3 +521,27 @@ def _write_data(
         else:
             spec["save_seconds"] = save_seconds
         write_text(files.spec(training.model.name, training.part), json.dumps(spec))
+
+
+def _out_of_fold(loaded: LoadedConfig, output_dir: Path) -> LoadedConfig:
+    """Return the config of the run: the folds' models of trained members, over the training table."""
+    models: list[MemberConfig] = []
+    for model in loaded.config.trained_members:
+        assert model.training is not None
+        train = model.training.model_copy(update={"predict_with": "folds"})
+        models.append(model.model_copy(update={"train": train, "calibration": None}))
+    data = loaded.config.training_data
+    return derived_run(loaded, models, output_dir, data=data, fill="uniform", training=None)
+
+
+def _demand_one_fold(prepared: Prepared) -> None:
+    """Raise a DataError if a row of the table is in no fold of a member, so that every model would predict it."""
+    for model in prepared.config.models:
+        jobs = jobs_of(prepared.models, model.name)
+        rows = [prepared.job_rows[job.name] for job in jobs if job.name in prepared.job_rows]
+        strange = int(np.all(rows, axis=0).sum()) if rows else prepared.table.rows
+        if strange:
+            raise DataError(
+                f"{prepared.config.data.path}: {plural(strange, 'row')} of it {model.name} was not trained on; run "
+                "`ensemble train CONFIG` again, which trains on the table as it is now"
+            )

@@ -18,13 +18,12 @@ from ensemble.common.gpus import Device
 from ensemble.common.protocol import ChunkDone, CommonSpec, Start, WorkerSpec
 from ensemble.common.python_process import environment_of_commands
 from ensemble.common.text import duration, gib, shown_path
-from ensemble.config import LoadedConfig, MemberConfig
-from ensemble.members.huggingface.training_from_base import TrainingFromBase
+from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.reporting import members_of
 from ensemble.pipeline.run import Display, rules_of
 from ensemble.pipeline.signals import Signals
-from ensemble.pipeline.training_dir import Part, TrainingDir
+from ensemble.pipeline.training_dir import TrainingDir
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.placement import chosen_devices
 from ensemble.planning.plan import ModelPlan, plan_trainings
@@ -43,33 +42,10 @@ from ensemble.training.records import (
     read_record,
     write_record,
 )
-from ensemble.training.seal import seal_training
+from ensemble.training.seal import Training, seal_training
 
 _CHILD = "ensemble.training.worker"
 _REPORT_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Training:
-    """Describe the training of a member on a part.
-
-    Attributes:
-        command: a program and its arguments.
-        from_base: the training, if the command is our own, which goes on with what an earlier try has left.
-        made_of: see ``Seal``.
-        is_done: whether it has ended well earlier.
-    """
-
-    model: MemberConfig
-    part: Part
-    command: tuple[str, ...]
-    from_base: TrainingFromBase | None
-    made_of: Mapping[str, str]
-    is_done: bool = False
-
-    @property
-    def is_built_in(self) -> bool:
-        return self.from_base is not None
 
 
 @dataclass
@@ -199,14 +175,14 @@ class TrainingRun(RunHooks):
     def worker_start(self, model: ModelPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
         """Return how to start a worker, which can run each of a member's trainings."""
         trainings = self._lacking[model.name]
-        member, is_built_in = trainings[0].model, trainings[0].is_built_in
+        member, is_built_in = trainings[0].model, trainings[0].from_base is not None
         is_stepwise = is_built_in and member.training is not None and member.training.method != "head"
         jobs = [
             {
                 "command": training.command,
                 "out": str(self.files.unfinished(member.name, training.part).absolute()),
                 "log": shown_path(self.files.log(member.name, training.part)),
-                "resumes": training.is_built_in,
+                "resumes": is_built_in,
                 "rungs": str(self.files.rungs.absolute()) if is_stepwise else "",
             }
             for training in trainings

@@ -16,6 +16,7 @@ from ensemble.common.text import duration, listed, plural, shown_path
 from ensemble.config import MemberConfig, RunConfig
 from ensemble.members.base import OutputColumns
 from ensemble.members.huggingface.spec import HEAD_FILE
+from ensemble.members.huggingface.training_from_base import TrainingFromBase
 from ensemble.members.questions import ask
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.trained_members import trained_member
@@ -29,10 +30,13 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
-    """Say how a training stands.
+class Training:
+    """Describe the training of a member on a part, and say how it stands.
 
     Attributes:
+        made_of: see ``Seal``.
+        command: a program and its arguments.
+        from_base: the training, if the command is our own, which goes on with what an earlier try has left.
         is_done: whether it has ended well, is made of what it would be made of now, and is untouched.
         goes_on: whether a command has begun it, and was stopped.
         is_taken: whether what a stopped command has left was put in its place just now.
@@ -40,8 +44,11 @@ class Standing:
         seconds: what has ended well took.
     """
 
-    member: str
+    model: MemberConfig
     part: Part
+    made_of: Mapping[str, str]
+    command: tuple[str, ...] = ()
+    from_base: TrainingFromBase | None = None
     is_done: bool = False
     goes_on: bool = False
     is_taken: bool = False
@@ -102,15 +109,15 @@ def _is_checkpoint(folder: Path) -> bool:
     return is_whole or any((folder / name).is_file() for name in ("adapter_config.json", HEAD_FILE))
 
 
-def standing_of(files: TrainingDir, member: str, part: Part, made_of: Mapping[str, str]) -> Standing:
-    """Tell how a training stands. Nothing is written.
+def as_it_stands(files: TrainingDir, training: Training) -> Training:
+    """Return a training as it stands. Nothing is written.
 
-    Args:
-        made_of: of what it would be made now; what this lacks is gone, and is not compared.
+    What its ``made_of`` lacks is gone, and is not compared.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
+    member, part, made_of = training.model.name, training.part, training.made_of
     place, unfinished = files.checkpoint(member, part), files.unfinished(member, part)
     seal, begun = (read_record(path(member, part), Seal) for path in (files.seal, files.begun))
     if begun is not None and begun.files:  # a kill came before it was in its place
@@ -119,31 +126,31 @@ def standing_of(files: TrainingDir, member: str, part: Part, made_of: Mapping[st
     seconds = sum(item.record.seconds or 0.0 for item in (is_there, begun) if item is not None)
     status = "waiting" if begun is None else begun.record.status
     if begun is not None and status != "waiting" and not begun.changed(made_of):
-        return Standing(member=member, part=part, goes_on=status == "training", seconds=seconds)
+        return replace(training, goes_on=status == "training", seconds=seconds)
     why = ""
     if seal is not None and seal.changed(made_of):
         why = f"{seal.changed(made_of)} changed since it was trained"
     elif seal is not None and has_files(place, seal.files):
-        return Standing(member=member, part=part, is_done=True)
+        return replace(training, is_done=True)
     elif seal is not None:
         why = f"the files in {shown_path(place)} are not those that its training has left"
     elif files.seal(member, part).exists():
         why = "its seal cannot be read"
     elif begun is not None and status == "done" and unfinished.is_dir():
         why = f"{begun.changed(made_of)} changed since it ended, and it was not sealed"
-    return Standing(member=member, part=part, why=why, seconds=seconds)
+    return replace(training, why=why, seconds=seconds)
 
 
-def texts_by_reason(standings: Iterable[Standing], outcome: str) -> Iterator[str]:
+def texts_by_reason(trainings: Iterable[Training], outcome: str) -> Iterator[str]:
     """Yield a sentence for those of a member that are made again for the same reason."""
-    again = [item for item in standings if item.why]
-    for (member, why), group in itertools.groupby(again, lambda item: (item.member, item.why)):
+    again = [item for item in trainings if item.why]
+    for (member, why), group in itertools.groupby(again, lambda item: (item.model.name, item.why)):
         yield f"{member}: {outcome}: {listed([item.part.text for item in group], 10, str)}: {why}"
 
 
-def consent_text(standings: Sequence[Standing]) -> str:
+def consent_text(trainings: Sequence[Training]) -> str:
     """Return that ``--retrain`` is needed to begin; empty where what is made again took an hour or less."""
-    again = [item for item in standings if item.why]
+    again = [item for item in trainings if item.why]
     seconds = sum(item.seconds for item in again)
     if seconds <= _ASKED_SECONDS:
         return ""
@@ -153,9 +160,7 @@ def consent_text(standings: Sequence[Standing]) -> str:
     )
 
 
-def seal_training(
-    trainings: TrainingDir, config: RunConfig, model: MemberConfig, part: Part, seal: Seal
-) -> str:
+def seal_training(files: TrainingDir, config: RunConfig, model: MemberConfig, part: Part, seal: Seal) -> str:
     """Check what a training has left, write its seal (``seal`` with the files), and put the folder in place.
 
     Returns:
@@ -167,8 +172,7 @@ def seal_training(
         WriteError: the seal cannot be written.
         OSError: a file cannot be moved.
     """
-    unfinished = trainings.unfinished(model.name, part)
-    begun = trainings.begun(model.name, part)
+    unfinished, begun = files.unfinished(model.name, part), files.begun(model.name, part)
     write_record(begun, seal)
     note = lift_checkpoint(unfinished) or seal.note
     if note != seal.note:  # for the next try, should this one be refused
@@ -181,5 +185,5 @@ def seal_training(
         ask([question])
     kind.inspect(OutputColumns(config.data.id_column, config.labels, config.data.path.parent))
     write_record(begun, replace(seal, files=folder_digests(unfinished)))
-    trainings.put_in_place(model.name, part)
+    files.put_in_place(model.name, part)
     return note

@@ -94,7 +94,7 @@ def finish(
     given = loaded(keys)
     folder, model = TrainingDir(given.config.output_dir), given.config.models[0]
     data = read_training_data(given)
-    made_of = next(_trainings(given.config, folder, data, model)).made_of
+    made_of = next(_trainings(given.config, folder, data)).made_of
     for part in (*map(Part, range(FOLDS)), Part(None)) if parts is None else parts:
         shutil.copytree(adapters / part.name, folder.unfinished(model.name, part))
         record = PartRecord(part.fold, "done", 1, 1.0, ("cpu",))

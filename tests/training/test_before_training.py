@@ -1,13 +1,17 @@
-"""What ``validate`` and ``plan`` say of a config whose members are not trained yet."""
+"""What commands say of a config whose members are not trained yet, or cannot be."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.checkpoints import make_base, make_language_model
+from tests.faults.machine import small_disk
 from tests.project import Project
+from tests.training import tables
 
 pytestmark = pytest.mark.usefixtures("warm")
 COMMAND = ["python", "train.py", "--train", "{train}", "--out", "{out}"]
@@ -72,3 +76,39 @@ def test_commands_that_train_nothing_say_what_lacks(project: Project) -> None:
         folds = ", ".join(f"fold {fold}" for fold in range(5))
         printed = " ".join(done.stderr.split())
         assert f"built_in: not trained yet: {folds}; run" in printed, printed
+
+
+@pytest.mark.long
+def test_every_command_refuses_what_cannot_be_trained_before_it_writes_anything(
+    project: Project, tmp_path: Path
+) -> None:
+    tables.frame().to_csv(project.folder / "train.csv", index=False)
+    tables.frame(6, first=900).drop(columns="label").to_csv(project.folder / "test.csv", index=False)
+    by_command = {**tables.BY_COMMAND, "train": {"command": ["true", "{train}", "{out}"]}}
+    tables.config(project.folder, by_command, folds={"column": "fold", "group_column": "label"})
+    for command in ("validate", "train", "run"):
+        done = project.ensemble(command, "config.yaml")
+        assert done.returncode == 2, done.stdout
+        assert "training.folds.column: " in done.stderr
+    assert not (project.folder / "runs").exists()
+
+    llama = str(make_base(tmp_path / "llama", "llama"))
+    make_language_model(tmp_path / "mamba", "mamba")
+    lora = {"base_model": llama, "method": "lora", "lora_config": {"target_modules": ["query"]}}
+    trainings = {
+        "mamba": {"base_model": str(tmp_path / "mamba")},
+        "lora": lora,
+        "full": {"base_model": llama},
+    }
+    models = [{"name": name, "text_column": "text", "train": train} for name, train in trainings.items()]
+    tables.config(project.folder, *models)
+    with small_disk(project.folder / "runs", "64k"):
+        for command in ("validate", "train", "run"):
+            done = project.ensemble(command, "config.yaml")
+            assert done.returncode == 2, done.stdout
+            sentences = [" ".join(text.split()) for text in done.stderr.split("error: ")[1:]]
+            assert len(sentences) == 3
+            assert "models[0].train.base_model" in sentences[0]
+            assert "'mamba'" in sentences[0]
+            assert "models[1].train.lora_config.target_modules: the base" in sentences[1]
+            assert sentences[2].startswith("output_dir: its trainings write")

@@ -17,7 +17,7 @@ from ensemble.data.trained_rows import TrainedRows, write_trained_rows
 from ensemble.members.huggingface import training_from_base
 from ensemble.pipeline.load import load
 from ensemble.pipeline.training_dir import Part, TrainingDir
-from ensemble.training.check import check_trainings
+from ensemble.training.command import check_trainings
 from tests.checkpoints import make_base, make_checkpoint, make_language_model
 from tests.faults.machine import small_disk
 

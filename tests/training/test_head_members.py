@@ -19,10 +19,9 @@ from ensemble.data.trained_rows import TrainedRows, write_trained_rows
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.pooled_cls.training import train
 from ensemble.members.registry import member_kind
-from ensemble.pipeline.out_of_fold import predict_held_out
 from ensemble.pipeline.trained_members import with_trained
 from ensemble.pipeline.training_dir import Part, TrainingDir
-from ensemble.training.command import raise_unless_trained
+from ensemble.training.command import predict_held_out, raise_unless_trained
 from ensemble.training.command import trained as trained_by
 from tests.members.pooled_cls.test_pooled_cls import make_backbone, pooled_reference, softmax
 from tests.project import LABELS, Project

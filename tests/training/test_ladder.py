@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from ensemble.common.errors import MemberError
 from ensemble.common.protocol import CommonSpec
@@ -21,9 +20,8 @@ from ensemble.worker import logged_command
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.nvml.sim import NvmlSim, gpus
 from tests.project import ROOT, Project, python_path
-from tests.sampling import one_in
 from tests.training.made import LABELS, make_spec, without_dropout
-from tests.training.test_trainer import files, interrupted, progress, weights_of
+from tests.training.test_trainer import files, progress
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("default")]
 T4 = "Tesla T4 (15.0 GiB)"
@@ -131,31 +129,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return without_dropout(make_checkpoint(tmp_path_factory.mktemp("bert"), "bert", LABELS))
 
 
-class ShortOfMemory:
-    """Makes torch run out of memory at the n-th pass of more rows than fit through the head, which has 3 labels."""
-
-    def __init__(self, rows: int, passes: int = 1) -> None:
-        self._rows = rows
-        self._left = passes
-        self.sizes: list[int] = []
-
-    def __call__(self, layer: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        if not isinstance(layer, torch.nn.Linear) or layer.out_features != 3 or not layer.training:
-            return
-        self.sizes.append(inputs[0].shape[0])
-        if self.sizes[-1] > self._rows:
-            self._left -= 1
-            if self._left <= 0:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    def __enter__(self) -> ShortOfMemory:
-        self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hook.remove()
-
-
 def spec_of(folder: Path, base: Path, **changes: Any) -> dict[str, Any]:
     return make_spec(
         folder,
@@ -169,36 +142,6 @@ def spec_of(folder: Path, base: Path, **changes: Any) -> dict[str, Any]:
 def run(spec: Mapping[str, Any], **changes: Any) -> Path:
     Training(TrainerSpec(**{**spec, **changes})).train()
     return Path(spec["out"])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("saves", "passes"), one_in(4, [(s, p) for s in (True, False) for p in range(1, STEPS + 1)])
-)
-def test_out_of_memory_at_any_step_never_goes_on_from_half_trained_weights(
-    saves: bool, passes: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seconds = {"save_seconds": 0.0 if saves else 1e6}
-    spec = spec_of(tmp_path / "a", base, **seconds)
-    with ShortOfMemory(4, passes) as memory, pytest.raises(torch.OutOfMemoryError):
-        run(spec)
-    step = len(memory.sizes) - 1
-    assert memory.sizes == [8] * passes
-    out = run(spec, micro_batch=4)
-    first_step = progress(out)["first_step"]
-    assert (progress(out)["step"], progress(out)["steps"]) == (STEPS, STEPS)  # the same effective batch
-    assert first_step == (step if saves else 0)
-
-    # From that save on, as if the first process had ended well there.
-    undisturbed = spec_of(tmp_path / "b", base, save_seconds=0.0)
-    if first_step:
-        interrupted(undisturbed, first_step, monkeypatch)
-    assert files(run(undisturbed, micro_batch=4)) == files(out)
-    whole = run(spec_of(tmp_path / "c", base, micro_batch=4))
-    got, expected = weights_of(out), weights_of(whole)
-    for name in expected:
-        if not name.endswith("key.bias"):  # its gradient is rounding alone
-            np.testing.assert_allclose(got[name], expected[name], atol=1e-5, err_msg=name)
 
 
 # Makes the processes that train run out of memory: where a file beside it tells how many rows fit.

@@ -16,9 +16,9 @@ import pytest
 from ensemble.cli.progress import QuietDisplay
 from ensemble.common.clock import boot_seconds
 from ensemble.common.errors import ConfigError, DataError
-from ensemble.pipeline.out_of_fold import predict_held_out
 from ensemble.pipeline.run_report import RunReport
 from ensemble.pipeline.training_dir import Part, TrainingDir
+from ensemble.training.command import predict_held_out
 from tests.checkpoints import make_checkpoint, prime, reference
 from tests.project import LABELS, Project
 from tests.training import folds
@@ -191,7 +191,7 @@ def test_a_killed_run_goes_on(trained: Project, adapters: Path) -> None:
     code = (
         "from pathlib import Path; from ensemble.pipeline.load import load; import sys\n"
         "from ensemble.cli.progress import QuietDisplay; from ensemble.common.clock import boot_seconds\n"
-        "from ensemble.pipeline.out_of_fold import predict_held_out\n"
+        "from ensemble.training.command import predict_held_out\n"
         "predict_held_out(load(Path('config.yaml')), QuietDisplay(), boot_seconds())"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=trained.folder)

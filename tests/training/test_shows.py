@@ -227,7 +227,7 @@ def test_plan_and_doctor_tell_what_is_trained_and_what_lacks(
     keys["models"][0]["train"]["command"] = [sys.executable, "train.py", "{train}", "{out}"]
     files = TrainingDir(Path(keys["output_dir"]))
     given = folds.loaded(keys)
-    for training in _trainings(given.config, files, read_training_data(given), given.config.models[0]):
+    for training in _trainings(given.config, files, read_training_data(given)):
         if training.part in (Part(0), Part(2)):
             files.checkpoint("lora", training.part).mkdir(parents=True)
             record = PartRecord(training.part.fold, "done", 1, 1.0, ("cpu",))

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +18,6 @@ from sklearn.model_selection import StratifiedKFold
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
 from ensemble.common.protocol import ChunkDone, Predict
-from ensemble.common.python_process import python_command, python_environment
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.causal_lm.predictor import CausalMember
 from ensemble.members.huggingface.training import trainer as module
@@ -46,7 +41,6 @@ from tests.members.huggingface.scoring.test_segment_ids import make_model, ours
 from tests.project import ROOT
 from tests.sampling import one_in
 from tests.training.made import LABEL_TOKENS, LABELS, make_spec, soft_targets, without_dropout
-from tests.waiting import PATIENCE_SECONDS
 from tests.worker.test_session import publish, served
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("default")]
@@ -386,53 +380,6 @@ def test_saves_of_another_training_are_not_used(
     interrupted(spec, 3, monkeypatch)
     out = run({**spec, "optim": "sgd"})
     assert progress(out)["first_step"] == 0
-
-
-# Ends the process by SIGKILL as soon as a file is there.
-_KILLER = """
-import os, pathlib, signal, threading, time
-out, pattern = pathlib.Path(os.environ["OUT"]), os.environ["KILL_AT"]
-def watch():
-    while True:
-        if any(out.glob(pattern)):
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.0005)
-threading.Thread(target=watch, daemon=True).start()
-"""
-
-
-def process(spec: Mapping[str, Any], folder: Path, kill_at: str = "") -> int:
-    """Run the trainer as the parent starts it; return how it ended."""
-    (folder / "killer").mkdir(exist_ok=True)
-    (folder / "killer" / "sitecustomize.py").write_text(textwrap.dedent(_KILLER) if kill_at else "")
-    environment = {**os.environ, **python_environment(), "OMP_NUM_THREADS": "1"}
-    environment |= {"OUT": spec["out"], "KILL_AT": kill_at}
-    environment["PYTHONPATH"] = f"{folder / 'killer'}{os.pathsep}{environment['PYTHONPATH']}"
-    done = subprocess.run(
-        [*python_command("ensemble.members.huggingface.training.trainer"), str(folder / "spec.json")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr[-2000:]
-    return done.returncode
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("how", [FAST, LORA], ids=["full", "lora"])
-def test_a_killed_process_goes_on_to_the_same_bits(how: dict[str, Any], bert: Path, tmp_path: Path) -> None:
-    own = {**how, "effective_batch_size": 5}
-    whole = make_spec(tmp_path / "a", bert, TEXTS, TARGETS, train=own)
-    assert process(whole, tmp_path / "a") == 0
-    spec = make_spec(tmp_path / "b", bert, TEXTS, TARGETS, train=own, save_seconds=0.0)
-    kills = 0
-    # In the first epoch, while a save is written, and in the second epoch.
-    for kill_at in ("saves/*/save-3", "saves/*/checkpoint-7/optimizer.pt", "saves/*/save-13"):
-        kills += process(spec, tmp_path / "b", kill_at) != 0
-    assert kills >= 2
-    assert process(spec, tmp_path / "b") == 0
-    assert files(Path(spec["out"])) == files(Path(whole["out"]))
 
 
 def test_a_loss_that_is_no_number_ends_the_training_at_its_last_save(

@@ -7,11 +7,10 @@ whole or not there: processes that run side by side share the blocks, and one th
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,8 @@ from ensemble.members.huggingface.scoring.forward import compute
 from ensemble.members.huggingface.spec import BACKBONE, HEAD_FILE, ModelSettings
 from ensemble.members.huggingface.training.program import run_program
 from ensemble.members.pooled_cls.predictor import PooledClassifier, PooledMember, PooledSpec
+
+_ROWS_OF_BLOCK = 4_096
 
 
 def main() -> None:
@@ -71,7 +72,7 @@ def train(spec: Mapping[str, Any]) -> None:
         write_text(out / "progress.json", json.dumps(progress))
 
     backbone = Backbone(Path(spec["table"]), spec["settings"]["member"], spec["train"]["pooling_mode"])
-    rows_of_features, features = read_features(compute_features(backbone, Path(spec["features"]), report))
+    rows_of_features, features = compute_features(backbone, Path(spec["features"]), report)
     part = np.load(spec["rows"])
     kept = np.isin(part["rows"], rows_of_features)
     if not kept.all():
@@ -115,9 +116,6 @@ def fit_head(
     # Of two labels it has one row, for the second: its sigmoid is the softmax of these two.
     signs = np.array([[-0.5], [0.5]])
     return signs @ model.coef_, signs[:, 0] * model.intercept_
-
-
-_ROWS_OF_BLOCK = 4_096
 
 
 @dataclass(frozen=True)
@@ -168,11 +166,15 @@ class Backbone:
 
 def compute_features(
     backbone: Backbone, root: Path, report: Callable[[int, int, Counters], None]
-) -> list[Path]:
-    """Return the files of all blocks in a folder below ``root``, when they are there.
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Return the rows that have features, ascending, int64 [n], and the features, float32 [n, width].
 
     Args:
+        root: of the folders with blocks.
         report: called now and then with the number of blocks that are done, that of all, and this process's work.
+
+    Raises:
+        DataError: no row has any.
     """
     folder = root / backbone.digest()
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,32 +182,20 @@ def compute_features(
     paths = {start: folder / f"{start}.npz" for start in range(0, rows_of_table, _ROWS_OF_BLOCK)}
     member: FeatureMember | None = None
     counters = Counters()
-    # First the blocks that no other process computes.  Then those of the others, which have computed them when this
-    # process gets their locks, or were killed.
-    for waits in (False, True):
-        for start, path in paths.items():
-            if path.exists():
-                continue
-            report(sum(other.exists() for other in paths.values()), len(paths), counters)
-            with _locked(path.with_suffix(".lock"), waits) as is_locked:
-                if is_locked and not path.exists():
-                    member = member or backbone.load()
-                    rows = np.arange(start, min(start + _ROWS_OF_BLOCK, rows_of_table))
-                    rows, values, of_block = member.features(rows)
-                    counters += of_block
-                    with atomic_path(path) as temporary, temporary.open("wb") as file:
-                        np.savez(file, rows=rows, values=values)
+    # In another order in each process, so that these seldom wait for each other.
+    for start in np.random.default_rng().permutation([*paths]).tolist():
+        report(sum(path.exists() for path in paths.values()), len(paths), counters)
+        with paths[start].with_suffix(".lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until this process ends, if it is killed
+            if not paths[start].exists():
+                member = member or backbone.load()
+                rows = np.arange(start, min(start + _ROWS_OF_BLOCK, rows_of_table))
+                rows, values, of_block = member.features(rows)
+                counters += of_block
+                with atomic_path(paths[start]) as temporary, temporary.open("wb") as file:
+                    np.savez(file, rows=rows, values=values)
     report(len(paths), len(paths), counters)
-    return [*paths.values()]
-
-
-def read_features(paths: Sequence[Path]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Return the rows that have features, ascending, int64 [n], and the features, float32 [n, width].
-
-    Raises:
-        DataError: no row has any.
-    """
-    blocks = [np.load(path) for path in paths]
+    blocks = [np.load(path) for path in paths.values()]
     blocks = [block for block in blocks if len(block["rows"])]
     if not blocks:
         raise DataError("no row of the table can be computed; see the log")
@@ -242,15 +232,3 @@ class FeatureClassifier(PooledClassifier):
 
     def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
         return self.pooled(encoded, rows, with_mask)
-
-
-@contextlib.contextmanager
-def _locked(path: Path, waits: bool) -> Iterator[bool]:
-    """Hold the lock of a file, which ends with this process; yield False if another has it and this never waits."""
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
