@@ -155,33 +155,25 @@ def train(
         from ensemble.common.clock import boot_seconds
         from ensemble.pipeline.trained_members import is_trained
         from ensemble.pipeline.training_dir import TrainingDir
-        from ensemble.training.command import (
-            Asked,
-            predict_held_out,
-            raise_unless_predicted,
-            raise_unless_trained,
-            trained,
-            untrained_text,
-        )
+        from ensemble.training import command
 
         display = choose_display(stream)
         began = boot_seconds() - _elapsed_seconds()
         with log_shown(display) if verbose else contextlib.nullcontext():
-            asked = Asked(fold=fold, fresh=fresh, retrain=retrain, discard_old=discard_old)
-            training = trained(loaded, display, began, asked, owns_process=_is_command)
+            asked = command.Asked(fold=fold, fresh=fresh, retrain=retrain, discard_old=discard_old)
+            training = command.trained(loaded, display, began, asked, owns_process=_is_command)
             with training as (result, _):
                 show("status.trained", result, stream)
-                raise_unless_trained(result)
+                command.raise_unless_trained(result)
                 if is_trained(loaded):
-                    report = predict_held_out(loaded, display, began, owns_process=_is_command)
+                    report = command.predict_held_out(loaded, display, began, owns_process=_is_command)
                     oof_of = TrainingDir(loaded.config.output_dir).oof
-                    files = [
-                        oof_of(member.name) for member in report.members if oof_of(member.name).is_file()
-                    ]
+                    oof = [oof_of(member.name) for member in report.members]
+                    files = [file for file in oof if file.is_file()]
                     show("runs.out_of_fold", (report, files, loaded.config), stream)
-                    raise_unless_predicted(report)
+                    command.raise_unless_predicted(report)
                 else:
-                    display.say(untrained_text(loaded))
+                    display.say(command.untrained_text(loaded))
     return result
 
 

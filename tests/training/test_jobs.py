@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from ensemble.data.trained_rows import fold_count
 from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.training.records import TrainingReport, read_record
 from tests.checkpoints import make_adapter, make_base
@@ -210,33 +209,6 @@ def test_one_fold_and_all_anew(trained: Trained) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("content", [None, b"broken"])
-def test_which_rows_were_trained_on_is_written_again(trained: Trained, content: bytes | None) -> None:
-    assert trained.train().returncode == 0
-    rows = trained.files.trained_rows("a")
-    rows.unlink()
-    if content is not None:
-        rows.write_bytes(content)
-    done = trained.train()
-    assert done.returncode == 0, done.stderr
-    assert len(trained.calls()) == 3, "no training is repeated"
-    assert fold_count(rows) == 3
-
-
-@pytest.mark.long
-def test_one_fold_of_another_division_leaves_no_others_in_use(trained: Trained) -> None:
-    assert trained.train().returncode == 0
-    trained.set_up(folds=2)
-    done = trained.train("--fold", "0")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "a: kept, but not used: fold 1: the division" in done.stdout
-    assert trained.folds_called() == ["0", "1", "2", "0"]
-    left = [trained.files.is_finished("a", Part(fold)) for fold in range(2)]
-    assert left == [True, False]
-    assert trained.files.checkpoint("a", Part(1)).is_dir()
-
-
-@pytest.mark.long
 def test_an_edited_script_and_the_python_that_runs_it(trained: Trained) -> None:
     script = trained.scripts / "train.py"
     command = [Path(sys.executable).name, "my scripts/train.py", "{train}", "{fold}", "{out}"]
@@ -250,38 +222,6 @@ def test_an_edited_script_and_the_python_that_runs_it(trained: Trained) -> None:
     done = trained.train("--fold", "1")
     assert "a: trained anew: fold 1: the script my scripts/train.py changed" in done.stdout
     assert trained.folds_called() == ["0", "1", "1"]
-
-
-@pytest.mark.long
-def test_what_changed_is_said_and_trained_anew(trained: Trained) -> None:
-    trained.set_up(folds=2)
-    assert trained.train().returncode == 0
-    done = trained.train("--set", "seed=7")
-    assert "a: trained anew: fold 0, fold 1: seed changed" in done.stdout
-    assert trained.folds_called() == ["0", "1"] * 2
-    config = trained.files.checkpoint("a", Part(1)) / "config.json"
-    config.write_text(config.read_text() + " ")
-    done = trained.train("--set", "seed=7")
-    assert "a: trained anew: fold 1: the files in" in done.stdout
-    assert trained.folds_called() == [*["0", "1"] * 2, "1"]
-    assert config.read_text() == (trained.scripts / "trained/config.json").read_text()
-    # A file that is touched and holds the same is as it was sealed.
-    config.touch()
-    trained.train("--set", "seed=7")
-    assert len(trained.calls()) == 5
-    trained.files.seal("a", Part(1)).write_text("{}")
-    done = trained.train("--set", "seed=7")
-    assert "a: trained anew: fold 1: its seal cannot be read" in done.stdout
-    assert len(trained.calls()) == 6
-    # Killed between the seal and the rename.
-    folder, unfinished = trained.files.checkpoint("a", Part(0)), trained.files.unfinished("a", Part(0))
-    folder.rename(unfinished)
-    trained.files.seal("a", Part(0)).rename(trained.files.begun("a", Part(0)))
-    done = trained.train("--set", "seed=7")
-    assert done.returncode == 0, done.stderr
-    assert len(trained.calls()) == 6
-    assert folder.is_dir()
-    assert not unfinished.exists()
 
 
 @pytest.mark.parametrize(

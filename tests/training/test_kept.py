@@ -227,6 +227,31 @@ def test_what_changed_is_named(trained: Trained) -> None:
     assert any("fold 0, fold 1: training.extra changed" in sentence for sentence in sentences)
 
 
+def test_what_was_edited_is_trained_anew_and_what_was_touched_is_not(trained: Trained) -> None:
+    do()
+    config = trained.files.checkpoint("a", Part(1)) / "config.json"
+    config.write_text(config.read_text(encoding="utf-8") + " ", encoding="utf-8")
+    assert any(text.startswith("a: trained anew: fold 1: the files in") for text in do()[1])
+    config.touch()
+    do()
+    assert trained.folds_called() == ["0", "1", "1"]
+    trained.files.seal("a", Part(1)).write_text("{}", encoding="utf-8")
+    assert "a: trained anew: fold 1: its seal cannot be read" in do()[1]
+    assert trained.folds_called() == ["0", "1", "1", "1"]
+
+
+@pytest.mark.parametrize("content", [None, b"broken"])
+def test_which_rows_were_trained_on_is_written_again(trained: Trained, content: bytes | None) -> None:
+    do()
+    rows = trained.files.trained_rows("a")
+    rows.unlink()
+    if content is not None:
+        rows.write_bytes(content)
+    do()
+    assert len(trained.calls()) == 2, "no training is repeated"
+    assert fold_count(rows) == 2
+
+
 def test_commands_that_train_nothing_say_what_a_setting_has_outdated(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,11 +19,10 @@ from safetensors.numpy import load_file
 
 from ensemble.pipeline.training_dir import Part, TrainingDir
 from tests.checkpoints import make_texts
-from tests.faults.forked import client
 from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected
-from tests.faults.steps import Judge, Step, Verdict, Watched
-from tests.project import LABELS, ROOT, Project, python_path
+from tests.faults.steps import Judge, Step, Verdict
+from tests.project import LABELS, Project
 from tests.sampling import one_in, shares
 from tests.training.made import make_spec
 
@@ -289,41 +284,6 @@ def test_the_whole_command_is_killed_and_the_same_command_goes_on(
     assert first_step(disturbed.fold(end.partition("/")[0], 1)) == done
     assert disturbed.attempts()["full"][0] == 1
     assert disturbed.results() == whole.results()
-
-
-@pytest.mark.fault(43)
-@pytest.mark.long
-def test_a_process_group_of_fresh_processes_is_killed(whole: Trained, tmp_path: Path) -> None:
-    """In the second epoch of the second fold."""
-    project = whole.anew(tmp_path / "fresh", ["lora"])
-    options: dict[str, Any] = {
-        "cwd": project.folder,
-        "env": {
-            **os.environ,
-            "PYTHONPATH": python_path(ROOT, client.SITE),
-            "OMP_NUM_THREADS": "1",
-            client.TRAINER_FIELDS: json.dumps({"save_seconds": 0.0}),
-        },
-        "start_new_session": True,
-        "stdout": subprocess.DEVNULL,
-        "stderr": subprocess.DEVNULL,
-    }
-    command = [sys.executable, "-m", "ensemble", "train", "config.yaml"]
-    is_due = reaches("lora/fold-1.unfinished/saves/*/save-7")
-
-    def judge(step: Step) -> Verdict:
-        if is_due(step):
-            os.killpg(watched.process.pid, signal.SIGKILL)  # the trainer's session is another one
-        return Verdict.GO
-
-    with Watched(command, project.folder, judge, **options) as watched:
-        assert watched.wait() == -9
-    assert not project.fold("lora", 1).exists()
-    done = subprocess.run(command, **options)
-    assert done.returncode == 0
-    assert first_step(project.fold("lora", 1)) >= 6
-    expected = whole.results()
-    assert project.results() == {name: content for name, content in expected.items() if "lora" in name}
 
 
 @pytest.fixture(scope="module", params=METHODS)

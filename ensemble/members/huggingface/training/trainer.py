@@ -30,7 +30,7 @@ from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.training.arguments import is_checkpointed, training_arguments
 from ensemble.members.huggingface.training.examples import Examples, Rows
 from ensemble.members.huggingface.training.program import run_program
-from ensemble.members.huggingface.training.steps import Plan, StepTrainer, divide, make_plan
+from ensemble.members.huggingface.training.steps import StepTrainer, divide, make_plan
 from ensemble.members.huggingface.training.trainee import load_trainee
 
 _PROGRESS_SECONDS = 1.0
@@ -117,7 +117,9 @@ class Training:
             held_rows, rows = divide(self._groups, self._has_label, stopping["share"], spec.seed)
         plan = make_plan(self.examples, rows, spec.train, spec.micro_batch, spec.seed)
         saves = Saves(self._out / "saves" / self._digest(held_rows), spec.save_seconds)
-        trainer = self._make_trainer(plan, saves.folder)
+        own, count = spec.train["training_arguments"], len(plan.steps)
+        arguments = training_arguments(own, self.trainee, spec.optim, saves.folder, count, spec.seed)
+        trainer = StepTrainer(self.trainee.model, plan, arguments)
         newest = saves.newest()
         early_stop, has_ended = None, False
         if stopping:
@@ -147,11 +149,6 @@ class Training:
         spec, rows = self._spec, file_sha256(Path(self._spec.rows))
         slices = [held_rows.tolist()] if len(held_rows) else []
         return digest_of([spec.labels, spec.seed, spec.settings, spec.train, spec.optim, rows, *slices])[:16]
-
-    def _make_trainer(self, plan: Plan, folder: Path) -> StepTrainer:
-        own, seed = self._spec.train["training_arguments"], self._spec.seed
-        arguments = training_arguments(own, self.trainee, self._spec.optim, folder, len(plan.steps), seed)
-        return StepTrainer(self.trainee.model, plan, arguments)
 
 
 class Saves(TrainerCallback):  # type: ignore[misc]
