@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -146,11 +145,6 @@ def test_a_driver_that_does_not_start_means_the_cpu(nvml_sim: NvmlSim, code: int
     assert inspection["note"].endswith(": running on the CPU")
 
 
-def test_a_driver_that_cannot_count_means_the_cpu(nvml_sim: NvmlSim) -> None:
-    nvml_sim.write(gpus(2), fails=[Fail("DeviceGetCount", UNKNOWN)])
-    assert look(nvml_sim)["note"] == "the NVIDIA driver does not answer (Unknown Error): running on the CPU"
-
-
 @pytest.mark.parametrize("count", [0, 1, 2, 8])
 def test_every_gpu_is_listed(nvml_sim: NvmlSim, count: int) -> None:
     nvml_sim.write(gpus(count))
@@ -265,14 +259,6 @@ def test_a_lost_gpu_is_left_out_and_named(nvml_sim: NvmlSim, lost_at: str, label
     assert everything["warnings"] == [f"{label} is left out: GPU is lost"]
     # It keeps its number, and neither its number nor its UUID hides what comes after.
     assert uuids(by_number) == uuids(by_uuid) == [gpu_uuid(2)]
-
-
-def test_a_gpu_lost_while_it_is_looked_at(nvml_sim: NvmlSim) -> None:
-    nvml_sim.write([*gpus(1), Gpu(gpu_uuid(1), pci=(0, 2, 0), fails=[Fail("*", GPU_IS_LOST, 2)])])
-    inspection = look(nvml_sim)
-    assert uuids(inspection) == [gpu_uuid(0)]
-    (warning,) = inspection["warnings"]
-    assert warning.startswith(f"GPU 1 ({gpu_uuid(1)}) is left out")
 
 
 def test_when_all_gpus_are_lost_there_is_the_cpu(nvml_sim: NvmlSim) -> None:
@@ -501,64 +487,6 @@ def test_used_memory_of_slices_lost_and_unknown_devices(nvml_sim: NvmlSim) -> No
     asked = [SLICES[1].uuid, gpu_uuid(1), gpu_uuid(5), "cpu"]
     outcome = run("answer = gpus.used_memory(sys.argv[1:])", nvml_sim.environment(), *asked)
     assert outcome == {SLICES[1].uuid: 20 * MIB, gpu_uuid(1): None, gpu_uuid(5): None, "cpu": None}
-
-
-def watch(sim: NvmlSim, questions: int, pause_seconds: float = 0.0) -> Any:
-    code = f"""
-answer = []
-for _ in range({questions}):
-    answer += gpus.used_memory(["{PARENT}"]).values()
-    time.sleep({pause_seconds})
-"""
-    return run(code, sim.environment())
-
-
-def test_memory_released_after_some_questions_or_never(nvml_sim: NvmlSim) -> None:
-    nvml_sim.write([Gpu(PARENT, memory=Memory(16 * GIB, 9 * GIB, later=MIB, after_calls=3))])
-    assert watch(nvml_sim, 5) == [9 * GIB] * 3 + [MIB] * 2
-    nvml_sim.write([Gpu(PARENT, memory=Memory(16 * GIB, 9 * GIB))])
-    assert watch(nvml_sim, 5) == [9 * GIB] * 5
-
-
-def test_memory_released_at_a_time(nvml_sim: NvmlSim) -> None:
-    memory = Memory(16 * GIB, 9 * GIB, later=MIB, at_seconds=time.time() + 0.3)
-    nvml_sim.write([Gpu(PARENT, memory=memory)])
-    seen = watch(nvml_sim, 10, 0.05)
-    assert seen[-1] == MIB
-    assert seen == sorted(seen, reverse=True)
-
-
-def test_a_gpu_lost_while_watched(nvml_sim: NvmlSim) -> None:
-    # A question about used memory is two calls: which device, how much.
-    nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB), fails=[Fail("*", GPU_IS_LOST, 4)])])
-    assert watch(nvml_sim, 4) == [GIB, GIB, None, None]
-
-
-def test_a_running_process_sees_a_new_state(nvml_sim: NvmlSim) -> None:
-    nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB))])
-    code = f"""
-from ensemble.common.gpus import used_memory
-for line in iter(input, "stop"):
-    print(used_memory(["{PARENT}"])["{PARENT}"], flush=True)
-"""
-    environ = {**os.environ, **nvml_sim.environment()}
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=environ,
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for used in (GIB, 2 * GIB, 0):
-            nvml_sim.write([Gpu(PARENT, memory=Memory(used=used))])
-            process.stdin.write("ask\n")
-            assert int(process.stdout.readline()) == used
-        process.stdin.write("stop\n")
-    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("old_driver", [False, True])

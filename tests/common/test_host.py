@@ -101,11 +101,3 @@ def test_who_was_killed_for_want_of_memory_is_counted_in_its_own_group(tmp_path:
     older = write(tmp_path / "older", memory__oom_control="oom_kill_disable 0\nunder_oom 0")
     assert Groups(False, (older, old)).oom_kills() is None
     assert Groups(True, ()).oom_kills() is None
-
-
-def test_limits_of_groups(tmp_path: Path) -> None:
-    new = write(tmp_path / "new", cpu__max="150000 100000")
-    above = write(tmp_path / "above", cpu__max="max 100000")
-    assert Groups(True, (new, above)).cpu_limit() == 1.5
-    old = write(tmp_path / "old", **{"cpu__cfs_quota_us": 400000, "cpu__cfs_period_us": 100000})
-    assert Groups(False, (old,)).cpu_limit() == 4.0

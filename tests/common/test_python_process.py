@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ensemble.analysis.tune import MemberTrials, Trial
-from ensemble.pipeline.load import load
-from ensemble.pipeline.prepare import prepare
 from ensemble.scheduling.launchers.local import LocalWorker
 from tests.project import ROOT, Project, python_path
 from tests.waiting import wait_until
@@ -79,21 +76,6 @@ def test_workers_and_the_report_wait_shortly(project: Project, recorder: dict[st
     assert waiting["-m ensemble run"] == {}
     assert waiting[code_of("ensemble.worker.__main__")] == SHORT
     assert waiting[code_of("ensemble.analysis.report.__main__")] == SHORT
-
-
-@pytest.mark.long
-def test_trials_of_tune_wait_shortly(
-    project: Project, recorder: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(project.folder)
-    for name, value in recorder.items():
-        monkeypatch.setenv(name, value)
-    project.write_config(project.config(models=project.config()["models"][1:]))
-    prepared = prepare(load([Path("config.yaml")], []))
-    member = MemberTrials(prepared, 0, 4, project.folder / "x", 0.02, lambda _: None, owns_process=False)
-    trial = member._run(Trial("float32", {"dtype": "float32"}), None)
-    assert trial.failure == ""
-    assert recorded(recorder) == {code_of("ensemble.worker.__main__"): SHORT}
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,11 @@
  *       pci DOMAIN BUS DEVICE
  *       cc MAJOR MINOR                          no line: not supported
  *       memory TOTAL RESERVED USED              RESERVED counts as used for version 1 of the question only
- *       used_after_calls CALLS USED             USED from that many memory questions on, counted per process
- *       used_at EPOCH_SECONDS USED              USED from that time on
  *       process PID USED|-                      -: the driver does not know how much
  *       mig MODE MAX_SLICES                     MODE 1: on, 0: off; no line: not supported
  *       fail CALL|* CODE AFTER                  on this GPU, once this process has asked it AFTER questions
  *       slice NUMBER UUID GPU_INSTANCE COMPUTE_INSTANCE
- *                                               opens a MIG slice; name, memory, used_*, process go to it
+ *                                               opens a MIG slice; name, memory, process go to it
  *
  * nvmlInit and the nvmlShutdown that ends it append a line to the file's name with ".sessions": "open PID", "close PID".
  *
@@ -31,7 +29,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/time.h>
 #include <unistd.h>
 
 typedef unsigned long long u64;
@@ -60,9 +57,7 @@ typedef struct { u32 pid; char name[256]; } Name;
 /* Part 0 of a GPU is the GPU itself, part 1 + NUMBER a slice of it. */
 typedef struct {
     char uuid[96], name[96];
-    u64 total, reserved, used, used_after_calls, used_at;
-    int after_calls;
-    double at;
+    u64 total, reserved, used;
     u32 gpu_instance, compute_instance;
     int processes;
     Process process[MAX_PROCESSES];
@@ -84,7 +79,7 @@ typedef struct {
 typedef struct { State *state; Gpu *gpu; Part *part; } Query;
 
 static int init_count, loaded_then;
-static int questions[MAX_GPUS], memory_questions[MAX_GPUS][MAX_PARTS];
+static int questions[MAX_GPUS];
 
 static void read_fail(const char *line, Fail *fails, int *count)
 {
@@ -99,8 +94,6 @@ static void read_part_line(const char *line, Part *part)
     char used[32];
     if (sscanf(line, "name %95[^\n]", part->name) == 1) return;
     if (sscanf(line, "memory %llu %llu %llu", &part->total, &part->reserved, &part->used) == 3) return;
-    if (sscanf(line, "used_after_calls %d %llu", &part->after_calls, &part->used_after_calls) == 2) return;
-    if (sscanf(line, "used_at %lf %llu", &part->at, &part->used_at) == 2) return;
     if (sscanf(line, "process %u %31s", &pid, used) == 2 && part->processes < MAX_PROCESSES) {
         Process *process = &part->process[part->processes++];
         process->pid = pid;
@@ -113,7 +106,6 @@ static void read_part_line(const char *line, Part *part)
 static Part *new_part(Gpu *gpu, u32 number)
 {
     Part *part = &gpu->part[number < MAX_PARTS ? number : MAX_PARTS - 1];
-    part->after_calls = -1;
     part->gpu_instance = part->compute_instance = NO_INSTANCE;
     return part;
 }
@@ -385,26 +377,15 @@ int nvmlDeviceGetCudaComputeCapability(nvmlDevice_t handle, int *major, int *min
     return code;
 }
 
-static double now_seconds(void)
-{
-    struct timeval now;
-    gettimeofday(&now, NULL);
-    return (double)now.tv_sec + 1e-6 * (double)now.tv_usec;
-}
-
 /* Total, reserved and used now, without what is reserved. */
 static int memory(nvmlDevice_t handle, u64 *total, u64 *reserved, u64 *used)
 {
     Query q;
     int code = begin_handle("DeviceGetMemoryInfo", handle, &q);
     if (code) return code;
-    int *questions_so_far = &memory_questions[index_of(handle)][number_of(handle)];
-    int asked = __atomic_fetch_add(questions_so_far, 1, __ATOMIC_RELAXED);
     *total = q.part->total;
     *reserved = q.part->reserved;
     *used = q.part->used;
-    if (q.part->after_calls >= 0 && asked >= q.part->after_calls) *used = q.part->used_after_calls;
-    if (q.part->at > 0 && now_seconds() >= q.part->at) *used = q.part->used_at;
     free(q.state);
     return OK;
 }

@@ -44,16 +44,12 @@ class Fail:
 class Memory:
     """Bytes of a GPU or slice.
 
-    ``reserved`` counts as used in answers of version 1 only.  Memory that is released slowly is ``used`` at
-    first and ``later`` once a process has asked ``after_calls`` times, or from Unix time ``at_seconds`` on.
+    ``reserved`` counts as used in answers of version 1 only.
     """
 
     total: int = 16 * GIB
     used: int = 0
     reserved: int = 0
-    later: int = 0
-    after_calls: int | None = None
-    at_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -185,10 +181,6 @@ def _part_lines(part: Gpu | Slice) -> list[str]:
     lines = [f"memory {memory.total} {memory.reserved} {memory.used}"]
     if part.name:
         lines.append(f"name {part.name}")
-    if memory.after_calls is not None:
-        lines.append(f"used_after_calls {memory.after_calls} {memory.later}")
-    if memory.at_seconds is not None:
-        lines.append(f"used_at {memory.at_seconds:.6f} {memory.later}")
     lines += [f"process {pid} {'-' if used is None else used}" for pid, used in part.processes.items()]
     return lines
 
