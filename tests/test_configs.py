@@ -520,18 +520,6 @@ def _check_labels_are_not_mixed_up(kaggle: Project, values: np.ndarray) -> None:
     assert likeness.diagonal().min() > 0.99, likeness
 
 
-def test_one_broken_json_cell_is_found_before_any_model_loads(kaggle: Project) -> None:
-    path = "kaggle/input/lmsys-chatbot-arena/test.csv"
-    header, rows = kaggle.read(path)
-    rows[33][2] = '["cut off'
-    kaggle.write_csv(path, header, rows)
-    done = kaggle.ensemble("run", "kaggle.yaml")
-    assert done.returncode == 2
-    assert "row 34 (id '136093')" in done.stderr
-    assert "response_a" in done.stderr
-    assert not (kaggle.folder / "kaggle/working/run").exists()
-
-
 def test_the_readme_shows_a_config_that_is_valid(tmp_path: Path) -> None:
     from ensemble.pipeline.load import load as load_config
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from bench.data import Words, Writer, write_table
+from bench.data import Words, Writer
 from bench.tokenizer import counted, made_up_words, save_tokenizer
 
 
@@ -44,23 +43,7 @@ def test_lengths_have_a_long_tail(tokenizer: Any, words: Words, rows: int) -> No
     assert (result[:100].mean() - result.mean()) < 20, "in order of length"
 
 
-def test_a_share_of_the_rows_is_repeated(tokenizer: Any, words: Words) -> None:
-    texts = Writer(words, 1).repeated(1000, 0.3)
-    assert len(texts) == 1000
-    assert len(set(texts)) == 700
-    assert abs(np.median(lengths(tokenizer, texts)) - 61) <= 8
-
-
 def test_pairs_are_long(tokenizer: Any, words: Words) -> None:
     actual_lengths = lengths(tokenizer, Writer(words, 1).pairs(400))
     assert 180 < np.median(actual_lengths) < 240
     assert 0.02 < (actual_lengths == 512).mean() < 0.1
-
-
-def test_the_same_seed_gives_the_same_table(words: Words, tmp_path: Path) -> None:
-    assert Writer(words, 3).single(20) == Writer(words, 3).single(20)
-    assert Writer(words, 3).single(20) != Writer(words, 4).single(20)
-    assert made_up_words() == made_up_words()
-    write_table(tmp_path / "table.csv", ["text"], [["a, b"], [""]])
-    with (tmp_path / "table.csv").open(newline="", encoding="utf-8") as file:
-        assert list(csv.reader(file)) == [["id", "text"], ["r0", "a, b"], ["r1", ""]]

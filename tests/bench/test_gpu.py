@@ -9,7 +9,6 @@ import pytest
 
 from bench.gpu import measuring as command
 from bench.gpu.figures import by_hand_row, compared, flops, gpus_row, member_row, speed_of
-from bench.gpu.place import Place, why_no_gpu
 from tests.checkpoints import make_checkpoint
 
 SHAPE = {"vocab_size": 100, "hidden_size": 10, "num_attention_heads": 2, "num_hidden_layers": 3}
@@ -83,24 +82,6 @@ def test_workers_on_several_gpus_are_counted_together() -> None:
     assert row["of one GPU's"] == pytest.approx(2 / 1.05)
     two["workers"].append(member(0.0, tokens=0)["workers"][0])
     assert gpus_row(two, 2, alone) == row, "one that came too late for a chunk"
-
-
-def test_what_there_is_no_time_for_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = Place(tmp_path, [], False, 30)
-    assert command._try("members", 150, lambda: pytest.fail("was begun"), place)
-    assert "Skipped: members: 30 s are left, and it takes up to 150." in capsys.readouterr().out
-    done: list[str] = []
-    assert command._try("the peak", 20, lambda: done.append("it"), place)
-    assert done == ["it"]
-    assert not command._try("the rest", 20, lambda: done.remove("nothing"), place)
-    assert "FAILED: the rest: ValueError: list.remove(x): x not in list." in capsys.readouterr().out
-
-
-def test_it_refuses_kindly_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    if not why_no_gpu():
-        pytest.skip("there is a GPU")
-    assert command.main([]) == 1
-    assert "Nothing was measured: no GPU that this torch" in capsys.readouterr().out
 
 
 @pytest.mark.long

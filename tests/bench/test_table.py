@@ -11,7 +11,7 @@ from bench.contests import OURS, Sample, Target, Work
 from bench.document import BEGIN, END, text_of, write
 from bench.processes import Measured
 from bench.rounds import MIB, Found
-from bench.table import plain_table, targets_table
+from bench.table import targets_table
 
 WORK = Work("two", "single", ("m",), 100, 1, ("loop", "floor"))
 LOOP = Target("the loop", "two", "loop", 0.30)
@@ -56,16 +56,6 @@ def test_the_ratio_is_the_median_of_the_rounds_ratios() -> None:
     assert floor.endswith("| 1.250 (0.750 to 1.750) | 1.10 | MISSED, on 25 s of work only |")
 
 
-def test_rounds_that_only_one_side_has_do_not_count() -> None:
-    loop, _ = lines_of(found_of([20, 1000], [100]))
-    assert "| 0.200 (0.200 to 0.200) |" in loop
-
-
-def test_a_short_benchmark_judges_nothing() -> None:
-    loop, _ = lines_of(found_of([90], [100]), judged=False)
-    assert loop.endswith("| 0.900 (0.900 to 0.900) | 0.30 | not judged |")
-
-
 def test_who_failed_has_no_ratio() -> None:
     result = found_of([20], [100])
     result.problems["two", "loop"] = "it printed | this\nand that"
@@ -75,10 +65,6 @@ def test_who_failed_has_no_ratio() -> None:
     assert "FAILED" not in floor
     result.problems["two", OURS] = "no disk"
     assert all("FAILED" in line for line in lines_of(result))
-
-
-def test_what_was_not_reached_is_said_to_be_so() -> None:
-    assert lines_of(Found())[0].endswith("| 0.30 | not run |")
 
 
 def test_the_page_has_the_table_the_profile_and_the_sections() -> None:
@@ -91,11 +77,6 @@ def test_the_page_has_the_table_the_profile_and_the_sections() -> None:
     assert "between two members: 0.25" in text
     assert "### Start-up\n\n| what | s |\n|---|---|\n| parent | 0.432 |" in text
     assert "### Merge\n\nFAILED: no disk" in text
-
-
-def test_rows_of_a_plain_table_may_lack_columns() -> None:
-    table = plain_table([{"a": 1, "b": None}, {"a": 12345, "c": True}])
-    assert table.splitlines() == ["| a | b | c |", "|---|---|---|", "| 1 |  |  |", "| 12,345 |  | yes |"]
 
 
 def test_the_figures_take_their_place_in_the_page(tmp_path: Path) -> None:

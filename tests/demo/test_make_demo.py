@@ -24,11 +24,6 @@ MEMBERS = {
     "smollm3": "SmolLM3ForCausalLM",
     "vit": "ViTForImageClassification",
 }
-DOG = (
-    "02084071 05 n 03 dog 0 domestic_dog 0 Canis_familiaris 0 002 @ 02083346 n 0000 "
-    "@ 01317541 n 0000 | a member of the genus Canis; occurs in many breeds; "
-    '"the dog barked all night"  '
-)
 
 
 def load(name: str) -> ModuleType:
@@ -67,65 +62,6 @@ def model_json(member: str, name: str = "config.json") -> dict[str, Any]:
 def labels_in_order(member: str) -> list[str]:
     id2label = model_json(member)["id2label"]
     return [id2label[str(index)] for index in range(len(id2label))]
-
-
-def test_parse_line_reads_the_fields_of_a_synset(demo_data: ModuleType) -> None:
-    gloss = demo_data.parse_line(DOG)
-    assert gloss.id == "n02084071"
-    assert gloss.topic == "animal"
-    assert gloss.text.startswith("a member of")
-    assert gloss.words == ("dog", "domestic dog", "Canis familiaris")
-
-
-def test_parse_line_counts_words_in_hexadecimal(demo_data: ModuleType) -> None:
-    words = [f"word{index}" for index in range(16)]
-    line = f"00000001 18 n 10 {' '.join(f'{word} 0' for word in words)} 000 | someone"
-    assert demo_data.parse_line(line).words == tuple(words)
-
-
-def test_parse_line_leaves_out_the_licence_header_and_other_topics(demo_data: ModuleType) -> None:
-    assert demo_data.parse_line("  1 This software and database is being provided") is None
-    assert demo_data.parse_line(DOG.replace(" 05 n ", " 03 n ", 1)) is None
-
-
-def test_parse_line_refuses_a_line_of_another_file(demo_data: ModuleType) -> None:
-    with pytest.raises(demo_data.DemoDataError, match="not a line of"):
-        demo_data.parse_line("00001740 29 v 01 breathe 0 | draw air into the lungs")
-
-
-@pytest.mark.parametrize(
-    ("gloss", "text"),
-    [
-        ('a nap; "he took a nap"  ', "a nap"),
-        ('one; "an example"; two', "one; two"),
-        ('one; "never closed', "one"),
-        ('"only an example"', ""),
-        ('a "quoted" word', "a word"),
-    ],
-)
-def test_definition_drops_quoted_examples(demo_data: ModuleType, gloss: str, text: str) -> None:
-    assert demo_data.definition(gloss) == text
-
-
-def test_duplicates_are_dropped_and_ambiguous_texts_with_them(demo_data: ModuleType) -> None:
-    def gloss(number: int, text: str, topic: str) -> object:
-        return demo_data.Gloss(id=f"n{number}", text=text, topic=topic, words=("word",))
-
-    first, other = gloss(1, "A nap", "act"), gloss(5, "a dog", "animal")
-    glosses = [first, gloss(2, "a nap", "act"), gloss(3, "x", "act"), gloss(4, "x", "food"), other]
-    assert demo_data.drop_duplicates(glosses) == [first, other]
-
-
-def test_splits_share_no_text(demo_data: ModuleType) -> None:
-    glosses = [
-        demo_data.Gloss(id=f"n{index:08}", text=f"text {index}", topic="act", words=())
-        for index in range(10_000)
-    ]
-    data = demo_data.split(glosses)
-    parts = [{gloss.text for gloss in part} for part in (data.train, data.validation, data.test)]
-    assert [len(part) for part in parts] == [6000, 2000, 2000]
-    assert len(set.union(*parts)) == 10_000
-    assert demo_data.split(glosses[::-1]) == data
 
 
 @pytest.mark.usefixtures("demo_pictures")
@@ -252,19 +188,3 @@ def test_pictures_are_those_of_the_first_glosses(demo_data: ModuleType, demo_pic
     for row in table:
         with Image.open(DEMO / "pictures" / f"{row['id']}.png") as picture:
             np.testing.assert_array_equal(np.asarray(picture), demo_pictures.draw(row["gloss"]))
-
-
-def test_a_picture_says_which_letter_follows_which(demo_pictures: ModuleType) -> None:
-    picture = demo_pictures.draw("A cat; a Cab")
-    a, b, c, t = 1, 2, 3, 20
-    assert {(row, column): picture[row, column] for row, column in np.argwhere(picture)} == {
-        (0, a): 170,  # two that begin with it
-        (a, 0): 170,
-        (0, c): 170,
-        (c, a): 170,
-        (a, t): 127,
-        (t, 0): 127,
-        (0, 0): 127,
-        (a, b): 127,
-        (b, 0): 127,
-    }

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.place import Failed, Place, new_folder, remove_leftovers
-from bench.gpu.results import LOG_BYTES, Results
+from bench.gpu.place import Failed, Place, remove_leftovers
+from bench.gpu.results import Results
 from tests.project import ROOT
 from tests.waiting import wait_until
 
@@ -59,16 +59,6 @@ def test_checks_that_are_killed_leave_what_was_finished(tmp_path: Path) -> None:
     assert model.exists(), "for the next time"
 
 
-def test_folders_of_measurings_that_go_on_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = new_folder()
-    other = tmp_path / "ensemble gpu of somebody"
-    other.mkdir()
-    assert new_folder() != folder
-    assert folder.exists()
-    assert other.exists()
-
-
 @pytest.mark.long
 def test_a_failed_run_leaves_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(ROWS, encoding="utf-8")
@@ -83,33 +73,6 @@ def test_a_failed_run_leaves_its_traceback(tmp_path: Path) -> None:
     kept = files_of(tmp_path / "results", "broken")
     assert "ZeroDivisionError: planted" in kept["logs/m-0.log"]
     assert "exit code" in kept["error.txt"]
-
-
-def test_a_failed_call_leaves_what_it_printed(tmp_path: Path) -> None:
-    place = Place(tmp_path, (), True, 300, results=Results(tmp_path / "results"))
-    code = (
-        "import sys, time; print('first row', flush=True); time.sleep(float(sys.argv[1]))\n"
-        "raise KeyError('planted')"
-    )
-    with pytest.raises(Failed, match="exit code 1"):
-        place.call("kernels", ["-c", code, "0"], tmp_path, 60)
-    with pytest.raises(Failed, match="took more than 5 s"):
-        place.call("sleep", ["-c", code, "600"], tmp_path, 5)
-    lines = [json.loads(line) for line in (tmp_path / "results" / "results.jsonl").read_text().splitlines()]
-    assert [line["failed"] for line in lines] == ["kernels", "sleep"]
-    assert [line["printed"][0] for line in lines] == ["first row\n"] * 2
-    assert "KeyError: 'planted'" in lines[0]["printed"][1]
-
-
-def test_of_a_long_log_the_end_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "run" / "logs").mkdir(parents=True)
-    (tmp_path / "run" / "logs" / "m-0.log").write_text("x" * LOG_BYTES + "end", encoding="utf-8")
-    for folder in (tmp_path / "results", None):
-        with Results(folder).keeping(tmp_path / "run", {}):
-            pass
-    text = files_of(tmp_path / "results", "run")["logs/m-0.log"]
-    assert len(text) == LOG_BYTES
-    assert text.endswith("end")
 
 
 def test_a_kept_model_is_taken_again_if_it_has_the_shape(tmp_path: Path) -> None:

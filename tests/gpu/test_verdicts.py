@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from bench.gpu.measuring import Measuring, names_to_run, step_names, steps
 from bench.gpu.place import GEMMA, GIB, NF4, Failed, Place, Skip, check_devices, chosen
 from ensemble.common.gpus import Device
 from tests.gpu.bench import DEADLINE_SECONDS, Bench
-from tests.gpu.checks import CHECKS, main, rows_of, seconds_of, takes
-from tests.gpu.verdicts import Apart, Row, against_plan, follows_turing_rules, releases, too_little
+from tests.gpu.checks import CHECKS, main, seconds_of
+from tests.gpu.verdicts import Apart, against_plan, follows_turing_rules, releases, too_little
 from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid
 from tests.project import ROOT
 
@@ -106,26 +105,6 @@ def test_a_model_that_is_too_large_runs_in_4_bits_or_is_skipped(tmp_path: Path) 
         bench(tmp_path, 8).settings(GEMMA)
 
 
-@pytest.mark.long
-def test_a_run_that_hangs_is_ended(tmp_path: Path) -> None:
-    sleep = ["-c", "import time; time.sleep(60)"]
-    with pytest.raises(Failed, match="nap took more than 1 s"):
-        bench(tmp_path).call("nap", sleep, tmp_path, 1)
-    with pytest.raises(Skip, match="nap: the 1 s for everything were over"):
-        bench(tmp_path, seconds=1).call("nap", sleep, tmp_path, 30)
-    with pytest.raises(Failed, match=r"oops ended with exit code 3: \.\.\. why"):
-        bench(tmp_path).call("oops", ["-c", "import sys; print('why'); sys.exit(3)"], tmp_path, 30)
-
-
-def test_whatever_ends_a_check_is_a_row(tmp_path: Path) -> None:
-    def crash(_: Bench) -> Iterator[Row]:
-        yield "first", "ok"
-        raise KeyError("forecast")
-
-    assert list(rows_of(crash, bench(tmp_path))) == [("first", "ok"), ("KeyError: 'forecast'", "FAILED")]
-    assert [verdict for _, verdict in rows_of(crash, bench(tmp_path, seconds=0))] == ["skipped"]
-
-
 def test_both_commands_fit_their_time_by_their_own_reckoning() -> None:
     names = list(CHECKS)
     worth_most = names[: names.index("types, attention, quantization")]  # the others by --only
@@ -146,26 +125,6 @@ def test_what_is_only_reasoned_names_the_check_that_will_show_it() -> None:
         for command, names in re.findall(r"(tests|bench): ((?:`[^`]+`(?:, )?)+)", shown_by):
             for name in re.findall("`(?:ONLY=)?([^`]+)`", names):
                 chosen(name, parts[command])
-
-
-def test_a_check_without_enough_time_is_not_begun(tmp_path: Path) -> None:
-    @takes(50)
-    def check(_: Bench) -> Iterator[Row]:
-        yield "ran", "ok"
-
-    assert list(rows_of(check, bench(tmp_path, seconds=60))) == [("ran", "ok")]
-    ((text, verdict),) = rows_of(check, bench(tmp_path, seconds=40))
-    assert text.endswith("s are left of those for everything, and it takes about 50")
-    assert verdict == "skipped"
-
-
-def test_parts_are_chosen_by_words_in_their_names() -> None:
-    names = ["soft cap", "release between members", "two members"]
-    assert chosen("", names) == names
-    assert chosen("members, cap", names) == names
-    assert chosen("two", names) == ["two members"]
-    with pytest.raises(ValueError, match="none, such: not here; there are: soft cap, release"):
-        chosen("none,cap,such", names)
 
 
 @pytest.mark.parametrize(
@@ -222,9 +181,3 @@ def test_a_rehearsal_goes_through_all_checks(capsys: pytest.CaptureFixture[str])
     assert "FAILED" not in message
     for name in CHECKS:
         assert f"| {name} | " in message
-
-
-def test_a_part_of_a_name_that_no_check_has_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--rehearse", "--only", "nothing"])
-    assert "--only nothing: not here; there are: environment" in capsys.readouterr().err
