@@ -21,7 +21,6 @@ import pytest
 from ensemble.common.errors import CheckpointError, ConfigError, OutputError
 from ensemble.common.files import atomic_path, open_log, write_text
 from ensemble.common.redact import MASK, RedactingFormatter, Redactor
-from ensemble.config.document import MAX_VALUES
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.template import compile_template
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
@@ -32,24 +31,6 @@ from tests.checkpoints import inspect_folder, make_adapter, make_base
 from tests.project import LABELS, ROOT, Project
 
 # ---- the config
-
-
-def test_yaml_runs_nothing(tmp_path: Path) -> None:
-    touched = tmp_path / "touched"
-    for tag in ("object/apply:os.system", "object/new:os.system", "object:os.system", "name:os.system"):
-        text = f"seed: !!python/{tag} ['touch {touched}']\n"
-        (tmp_path / "c.yaml").write_text(text)
-        with pytest.raises(ConfigError, match=r"the tag .*python.* is not allowed here"):
-            load_config(tmp_path / "c.yaml")
-    assert not touched.exists()
-
-
-def test_a_bomb_of_aliases_is_refused(tmp_path: Path) -> None:
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
-    (tmp_path / "c.yaml").write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match=f"more than {MAX_VALUES} values, with what .aliases repeat"):
-        load_config(tmp_path / "c.yaml")
 
 
 @pytest.mark.parametrize(
@@ -151,41 +132,43 @@ def test_what_templates_are_written_with_still_works(source: str, text: str) -> 
 # ---- names
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            "..",
-            ".",
-            "../x",
-            "a/b",
-            "/x",
-            "a\\b",
-            ".hidden",
-            "-rf",
-            "~",
-            "$HOME",
-            "a b",
-            "a\tb",
-            "a\x00b",
-            "a:b",
-        ),
-        *("con", "NUL", "aux.csv", "COM1", "lpt9.x", "name.", "name ", "ensemble", "Ensemble"),
-        *(
-            "é",
-            "e\u0301",
-            "\uff0e\uff0e",
-            "a\u202egpj",
-            "\u200b",
-            "\u0131",
-            "\ufb01",
-            "a" * 101,
-            "*",
-            "x?",
-            "|",
-        ),
-    ],
-)
+NO_NAMES = [
+    *(
+        "..",
+        ".",
+        "../x",
+        "a/b",
+        "/x",
+        "a\\b",
+        ".hidden",
+        "-rf",
+        "~",
+        "$HOME",
+        "a b",
+        "a\tb",
+        "a\x00b",
+        "a:b",
+        "*",
+    ),
+    *(
+        "con",
+        "NUL",
+        "aux.csv",
+        "COM1",
+        "lpt9.x",
+        "name.",
+        "name ",
+        "ensemble",
+        "Ensemble",
+        "x?",
+        "|",
+        "a" * 101,
+    ),
+    *("é", "e\u0301", "\uff0e\uff0e", "a\u202egpj", "\u200b", "\u0131", "\ufb01", "a\n"),
+]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
 def test_names_that_are_no_safe_file_names_are_refused(name: str, project: Project) -> None:
     models = [{"name": name, "model_name_or_path": "m", "text_column": "text"}]
     (project.folder / "c.yaml").write_text(json.dumps(project.config(models=models)))

@@ -67,10 +67,6 @@ def test_renders(source: str, row: dict[str, object], text: str) -> None:
         ("\n{{ a | nope }}", "line 2: no filter named 'nope'"),
         ("{% if a %}{{ a | nope }}{% endif %}", "no filter named 'nope'"),
         ("{{ a is odd_one }}", "no test named 'odd_one'"),
-        ("{% include 'x' %}", "cannot include"),
-        ("{% import 'x' as y %}", "cannot include"),
-        ("{% from 'x' import y %}", "cannot include"),
-        ("{% extends 'x' %}", "cannot include"),
         ("{{ [1, 2] | random }}", "no filter named 'random'"),
     ],
 )
@@ -100,12 +96,7 @@ def test_what_python_cannot_compile_is_a_problem_and_no_crash(source: str) -> No
     [
         ("{{ a\n}}{{ a / 0 }}", "line 2: TypeError: unsupported operand"),
         ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
-        ("{{ range(10**9) | length }}", "OverflowError: Range too big"),
-        ("{{ a[key] }}", "SecurityError: access to attribute '__class__' of 'str' object is unsafe"),
         ("{{ a.foo }}", "UndefinedError"),
-        ("{{ a | attr(key) }}", "SecurityError: access to attribute '__class__' of 'str' object is unsafe"),
-        ("{{ [].append(1) }}", "SecurityError: access to attribute 'append' of 'list' object is unsafe"),
-        ("{{ lipsum() }}", "no column 'lipsum'"),
         ("{{ a | fromjson }}", "line 1: not valid JSON (Expecting value at character 1): 'text'"),
         ("{{ missing }}", "no column 'missing'"),
     ],
