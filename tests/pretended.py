@@ -1,8 +1,12 @@
-"""Workers that only pretend to compute, and runs of the scheduler with them: real ones would take minutes."""
+"""Workers that only pretend to compute, and runs of the scheduler with them: real ones would take minutes.
+
+Those of a ``SimulatedLauncher`` take exactly as long as a test says, by a clock that passes with them alone.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +25,7 @@ from ensemble.common.protocol import (
     Failed,
     Load,
     Predict,
+    Progress,
     Ready,
     Start,
     Started,
@@ -188,6 +193,89 @@ class PretendedLauncher(Launcher):
             if results or time.monotonic() >= until:
                 return results
             time.sleep(0.001)
+
+
+class SimulatedWorker(Handle):
+    """Takes exactly as long as its launcher says, by the launcher's clock."""
+
+    def __init__(self, launcher: SimulatedLauncher, member: int, devices: tuple[str, ...]) -> None:
+        self.process = "1"
+        self._launcher, self._member, self._devices = launcher, member, devices
+        self.due: list[tuple[float, Any]] = [(launcher.now, Started({}, 0.0))]
+        self._is_over = False
+
+    def send(self, command: Command) -> None:
+        now, limit = self._launcher.now, self._launcher.limit
+        if isinstance(command, Load):
+            seconds = self._launcher.startup_seconds[self._member]
+            self.due.append((now + seconds, Ready(seconds, "cpu", "float32", "sdpa", 1, 128, 2048)))
+        elif isinstance(command, Predict):
+            seconds = self._launcher.chunk_seconds(self._member, self._devices, command)
+            self.due.append((now + seconds, computed(command, seconds)))
+            if now + seconds > limit and (
+                rows := int((command.stop - command.start) * (limit - now) / seconds)
+            ):
+                self.due.append((limit, Progress(command.chunk, rows, rows, rows)))
+        elif isinstance(command, Stop):
+            self.due.append((now, Closed(1)))
+            self._is_over = True
+
+    def receive(self) -> list[Any]:
+        events = [event for due, event in self.due if due <= self._launcher.now]
+        self.due = [(due, event) for due, event in self.due if due > self._launcher.now]
+        self.is_open = not self.has_exited()
+        return events
+
+    def has_exited(self) -> bool:
+        return self._is_over and not self.due
+
+    def terminate(self) -> None:
+        self._is_over, self.due = True, []
+
+    def abort(self) -> None:
+        self.terminate()
+
+    def close(self) -> Exit:
+        return Exit(0, "ended with exit code 0")
+
+
+class SimulatedLauncher(Launcher):
+    """Time passes only while all wait, and then to what comes next; it is its own clock.
+
+    Args:
+        startup_seconds: of a worker of each member; they are called m0, m1 and so on.
+        chunk_seconds: what a chunk takes, by the member's number, the worker's devices, and the command.
+        limit: when time stands still; rows of a chunk in hand that are done by then are told.
+        now: when it begins.
+
+    Attributes:
+        loads: how many workers of each member were started.
+    """
+
+    def __init__(
+        self,
+        startup_seconds: Sequence[float],
+        chunk_seconds: Callable[[int, tuple[str, ...], Predict], float],
+        limit: float,
+        now: float = 0.0,
+    ) -> None:
+        super().__init__({})
+        self.startup_seconds, self.chunk_seconds = startup_seconds, chunk_seconds
+        self.limit, self.now = limit, now
+        self.loads = Counter[int]()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def start(self, start: WorkerStart) -> Handle:
+        member = int(start.log.name.removeprefix("m"))
+        self.loads[member] += 1
+        return SimulatedWorker(self, member, tuple(device.uuid for device in start.devices))
+
+    def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
+        due = [at for handle in handles if isinstance(handle, SimulatedWorker) for at, _ in handle.due]
+        self.now = min([self.limit, *(max(at, self.now) for at in due)])
+        return handles
 
 
 class PretendedRun(RunHooks):

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import yaml
 
 from tests.checkpoints import make_checkpoint, make_texts, prime
@@ -96,11 +98,38 @@ class Project:
                 printed.append(file.read().decode().replace("\r\n", "\n"))
         return subprocess.CompletedProcess(command, code, *printed)
 
+    def start(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[str]:
+        """Start ``python -m ensemble ARGUMENTS`` here, in a fresh process; all that it prints is one text."""
+        variables = {"PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
+        return subprocess.Popen(
+            [sys.executable, "-m", "ensemble", *arguments],
+            cwd=self.folder,
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            **options,
+        )
+
     def read(self, name: str) -> tuple[list[str], list[list[str]]]:
         """Header and rows of a CSV."""
         with (self.folder / name).open(newline="", encoding="utf-8") as file:
             header, *rows = list(csv.reader(file))
         return header, rows
+
+    def values(self, name: str) -> npt.NDArray[np.float64]:
+        """The numbers of a CSV beside its ids, shape (rows, labels)."""
+        return np.array([row[1:] for row in self.read(name)[1]], dtype=np.float64)
+
+    def write_pairs(self, rows: int) -> None:
+        """A table of two texts a row, ``a`` and ``b``: the first and the second half of ``texts``."""
+        self.ids = [f"{(7 * row) % 101:03d}" for row in range(rows)]
+        self.texts = make_texts(2 * rows, seed=3)
+        labels = [LABELS[row % 3] for row in range(rows)]
+        cells = zip(self.ids, self.texts[:rows], self.texts[rows:], labels, strict=True)
+        self.write_csv("test.csv", ["id", "a", "b", "label"], [list(row) for row in cells])
 
     def run_json(self, name: str = "runs/first") -> dict[str, Any]:
         document: dict[str, Any] = json.loads((self.folder / name / "run.json").read_text(encoding="utf-8"))

@@ -5,18 +5,23 @@ Only the first tokens of a text are computed, so a run costs little more than th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.checkpoints import WORDS
 from tests.faults.inject import token_ids
+from tests.faults.steps import Judge, Step, Verdict
 from tests.project import LABELS, Project
 
 ROWS = 16
 ROWS_PER_CHUNK = 4
 # A chunk takes 64 KiB of text and 32 bytes a row.
 _TEXT_BYTES = 16_000
+_SHARD = re.compile(r"/work/([^/]+)\.\w+/\d+-\d+\.\w+\.csv$")
 RESULTS = ("ensemble.csv", "submission.csv", "predictions/llama.csv")
 
 
@@ -60,3 +65,27 @@ def results(
     folder: Path = project.folder / output_dir
     handed_over = {name: (folder / name).read_bytes() for name in names}
     return {**handed_over, "out/submission.csv": (project.folder / "out/submission.csv").read_bytes()}
+
+
+def values(project: Project, name: str, output_dir: str = "runs/first") -> np.ndarray:
+    """The numbers of a CSV of a run, shape (rows, labels)."""
+    return project.values(f"{output_dir}/{name}.csv")
+
+
+def kill_before_predictions(step: Step) -> Verdict:
+    return Verdict.KILL if "predictions/" in step.paths[0] else Verdict.GO
+
+
+def kill_after_shards(number: int, job: str = "") -> Judge:
+    """Kill the run when so many shards have their names: of this job, or of whichever."""
+    seen = 0
+
+    def judge(step: Step) -> Verdict:
+        nonlocal seen
+        if seen >= number and not step.is_sync:
+            return Verdict.KILL
+        shard = _SHARD.search(step.paths[-1]) if step.call.startswith("rename") else None
+        seen += shard is not None and job in ("", shard[1])
+        return Verdict.GO
+
+    return judge

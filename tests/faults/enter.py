@@ -1,8 +1,9 @@
 """Becomes a command under a seccomp filter, which every process that it starts inherits.
 
-    python enter.py watch SOCKET COMMAND...      calls that change files wait for the process at the socket's other
-                                                 end, which gets the filter's descriptor (seccomp_unotify(2))
-    python enter.py no-fsync COMMAND...          fsync and the like say that all went well, and do nothing
+    python enter.py SOCKET COMMAND...
+
+Calls that change files wait for the process at the socket's other end, which gets the filter's descriptor
+(seccomp_unotify(2)).
 
 Written for the kernel's interface as seccomp(2), seccomp_unotify(2) and linux/filter.h describe it, on x86-64.
 """
@@ -30,7 +31,7 @@ _AUDIT_ARCH_X86_64 = 0xC000003E
 _PR_SET_NO_NEW_PRIVS = 38
 _SET_MODE_FILTER = 1
 _NEW_LISTENER, _WAIT_KILLABLE = 1 << 3, 1 << 5
-_ALLOW, _ASK, _NO_ERROR = 0x7FFF0000, 0x7FC00000, 0x00050000
+_ALLOW, _ASK = 0x7FFF0000, 0x7FC00000
 _LOAD, _IF_EQUAL, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 # Places in struct seccomp_data.
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
@@ -60,19 +61,6 @@ def _asking() -> bytes:
         (_RETURN, _ASK, "", ""),
         "allow",
         (_RETURN, _ALLOW, "", ""),
-    )
-
-
-def _without_syncs() -> bytes:
-    return _assemble(
-        (_LOAD, _ARCH, "", ""),
-        (_IF_EQUAL, _AUDIT_ARCH_X86_64, "", "allow"),
-        (_LOAD, _NUMBER, "", ""),
-        *((_IF_EQUAL, number, "all well", "") for number in SYNCS.values()),
-        "allow",
-        (_RETURN, _ALLOW, "", ""),
-        "all well",
-        (_RETURN, _NO_ERROR, "", ""),
     )
 
 
@@ -115,12 +103,8 @@ def _watch(line: int) -> None:
 
 
 def main() -> None:
-    what, *command = sys.argv[1:]
-    if what == "watch":
-        line, *command = command
-        _watch(int(line))
-    else:
-        _install(_without_syncs(), 0)
+    line, *command = sys.argv[1:]
+    _watch(int(line))
     os.execvp(command[0], command)
 
 

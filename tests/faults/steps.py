@@ -35,7 +35,7 @@ _NOTIFICATION, _RESPONSE = struct.Struct("=QIIiIQ6Q"), struct.Struct("=QqiI")
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101
 _GO_ON = 1
 _AT_FDCWD = -100
-ENTER = Path(__file__).with_name("enter.py")
+_ENTER = Path(__file__).with_name("enter.py")
 _NAMES = {number: name for name, number in {**OPENS, **CHANGES, **SYNCS}.items()}
 # Which arguments name the files that a call changes: (descriptor, None), (None, path), (folder's descriptor, path).
 _DESCRIPTORS = "write pwrite64 writev pwritev pwritev2 fallocate ftruncate fchmod sendfile".split()
@@ -158,7 +158,7 @@ class Watched:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             number = theirs.fileno()
-            enter = [sys.executable, "-S", "-E", str(ENTER), "watch", str(number)]
+            enter = [sys.executable, "-S", "-E", str(_ENTER), str(number)]
             self.process = subprocess.Popen([*enter, *command], pass_fds=[number], **options)
             theirs.close()
             message, listeners, _, _ = socket.recv_fds(ours, 1024, 1)

@@ -9,16 +9,12 @@ import numpy as np
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from tests.faults.chunky import ROWS, chunky_config, ids_of, results
+from tests.faults.chunky import ROWS, chunky_config, ids_of, results, values
 from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected
 from tests.project import LABELS, Project
 
 BAD = 6
-
-
-def values(project: Project, name: str) -> np.ndarray:
-    return np.array([row[1:] for row in project.read(f"runs/first/{name}.csv")[1]], dtype=float)
 
 
 def floats(content: bytes) -> np.ndarray:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -104,13 +101,8 @@ def float32_rows(project: Project) -> tuple[int, int, int]:
 
 def killed_in_second_chunk(project: Project, folder: Path, environment: dict[str, str]) -> None:
     injected = Injected(folder, Fault("wait", ids_of(project, ROWS_PER_CHUNK + 2), times=1))
-    with subprocess.Popen(
-        [sys.executable, "-m", "ensemble", "run", "config.yaml"],
-        cwd=project.folder,
-        env={**os.environ, **environment, **injected.environment, "TEST_FORK_SERVER": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    ) as process:
+    environment = {**environment, **injected.environment, "TEST_FORK_SERVER": ""}
+    with project.start("run", "config.yaml", environment=environment) as process:
         injected.wait_for()
         process.kill()
         process.wait()  # else the worker could end its chunk first

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.faults.chunky import ROWS, chunky_config, ids_of, results
+from tests.faults.chunky import ROWS, chunky_config, ids_of, kill_after_shards, results
 from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected
-from tests.faults.steps import Judge, Step, Verdict
+from tests.faults.steps import Step, Verdict
 from tests.project import Project
 from tests.sampling import one_in
 
@@ -45,22 +45,6 @@ def rows_of(project: Project, name: str) -> list[int]:
     return np.flatnonzero(~np.isnan(values(project, f"predictions/{name}")[:, 0])).tolist()
 
 
-def at_shard(member: str, number: int) -> Judge:
-    """Kill the run before the member's n-th shard gets its name."""
-    seen: set[str] = set()
-
-    def judge(step: Step) -> Verdict:
-        if (
-            step.call.startswith("rename")
-            and f"work/{member}." in step.paths[-1]
-            and ".csv" in step.paths[-1]
-        ):
-            seen.add(step.paths[-1])
-        return Verdict.KILL if len(seen) == number else Verdict.GO
-
-    return judge
-
-
 @pytest.mark.parametrize("limit", one_in(2, [{"time_limit": "1h"}, {}]), ids=["limited", "free"])
 def test_killed_and_resumed_it_ends_with_the_same_bytes(
     chunky: Project, forked: ForkedRuns, limit: dict[str, str]
@@ -70,8 +54,8 @@ def test_killed_and_resumed_it_ends_with_the_same_bytes(
     undisturbed = results(chunky, names=NAMES)
     assert rows_of(chunky, "second") == closest(chunky, ROWS // 2)
     first_chunk = closest(chunky, 4)
-    assert forked.run(chunky.folder, "--fresh", judge=at_shard("first", 3)) == -9
-    assert forked.run(chunky.folder, judge=at_shard("second", 2)) == -9
+    assert forked.run(chunky.folder, "--fresh", judge=kill_after_shards(2, "first")) == -9
+    assert forked.run(chunky.folder, judge=kill_after_shards(1, "second")) == -9
     (shard,) = chunky.folder.glob("runs/first/work/second.*/*.csv")
     rows = sorted(int(line.split(",")[0]) for line in shard.read_text().splitlines()[1:])
     if limit:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -29,18 +27,9 @@ def test_parent_and_worker_are_stopped_for_longer_than_a_worker_may_hang(
 ) -> None:
     """As in a notebook's machine that is frozen, or a laptop that sleeps; here by SIGSTOP, in mid-chunk."""
     injected = Injected(tmp_path, Fault("sleep", ids_of(chunky, 9), times=1, seconds=2))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ensemble", "run", "config.yaml", "--set", "hang_timeout=20s"],
-        cwd=chunky.folder,
-        env={**os.environ, **injected.environment, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        while not injected.pids():
-            assert process.poll() is None
-            time.sleep(0.02)
+    options = ("--set", "hang_timeout=20s")
+    with chunky.start("run", "config.yaml", *options, environment=injected.environment) as process:
+        injected.wait_for()
         everybody = [process.pid, *injected.pids()]
         for pid in everybody:
             os.kill(pid, signal.SIGSTOP)
@@ -48,9 +37,6 @@ def test_parent_and_worker_are_stopped_for_longer_than_a_worker_may_hang(
         for pid in everybody:
             os.kill(pid, signal.SIGCONT)
         printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    finally:
-        process.kill()
-        process.wait()
     assert process.returncode == 0, printed
     assert faults_of(chunky) == []
     assert len(workers_of(chunky)) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import threading
 import zipfile
@@ -13,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from ensemble.pipeline.run_dir import RunDir
-from tests.faults.chunky import ROWS, ROWS_PER_CHUNK, ids_of, results
+from tests.faults.chunky import ROWS, ROWS_PER_CHUNK, ids_of, kill_after_shards, results
 from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected
-from tests.faults.steps import Judge, Step, Verdict
 from tests.project import Project
 from tests.sampling import one_in
 
@@ -69,20 +67,6 @@ COPIES = (visible, zipped, all_of_it, moved, read_only_for_a_while)
 Copy = Callable[[Path, Path], None]
 
 
-def kill_at_part(number: int) -> Judge:
-    """Kills the run when so many parts, from 1, have their names."""
-    seen = 0
-
-    def judge(step: Step) -> Verdict:
-        nonlocal seen
-        if seen >= number and not step.is_sync:
-            return Verdict.KILL
-        seen += step.call.startswith("rename") and bool(re.search(r"/\d+-\d+\.\w+\.csv$", step.paths[1]))
-        return Verdict.GO
-
-    return judge
-
-
 def reused(project: Project, folder: str) -> tuple[int, int]:
     (member,) = project.run_json(folder)["members"]
     return member["reused_rows"], member["counters"]["rows"]
@@ -94,7 +78,7 @@ def reused(project: Project, folder: str) -> tuple[int, int]:
 def test_an_unfinished_run_goes_on_in_its_copy(
     copy: Copy, chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
 ) -> None:
-    assert forked.run(chunky.folder, judge=kill_at_part(3)) == -9
+    assert forked.run(chunky.folder, judge=kill_after_shards(3)) == -9
     copy(chunky.folder / FIRST, chunky.folder / OTHER)
     assert forked.run(chunky.folder, "--set", f"output_dir={OTHER}") == 0, forked.printed
     assert reused(chunky, OTHER) == (3 * ROWS_PER_CHUNK, ROWS_PER_CHUNK)
@@ -157,7 +141,7 @@ def cut(pattern: str) -> Copy:
 def test_half_a_copy_of_an_unfinished_run(
     copy: Copy, kept: int, chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
 ) -> None:
-    assert forked.run(chunky.folder, judge=kill_at_part(3)) == -9
+    assert forked.run(chunky.folder, judge=kill_after_shards(3)) == -9
     copy(chunky.folder / FIRST, chunky.folder / OTHER)
     assert forked.run(chunky.folder, "--set", f"output_dir={OTHER}") == 0, forked.printed
     assert reused(chunky, OTHER) == (kept, ROWS - kept)

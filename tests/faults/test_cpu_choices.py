@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,19 +28,9 @@ def run(
     """Run the config, and kill the run at a row if asked; the threads of the row's worker, and what was printed."""
     folder.mkdir()
     injected = Injected(folder, Fault("wait", ids_of(project, row), times=1))
-    with subprocess.Popen(
-        [sys.executable, "-m", "ensemble", "run", "config.yaml", *options],
-        cwd=project.folder,
-        env={
-            **os.environ,
-            **injected.environment,
-            "OMP_NUM_THREADS": str(cores),
-            "TEST_FORK_SERVER": "",  # a fork has the server's variables
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    own = {"OMP_NUM_THREADS": str(cores), "TEST_FORK_SERVER": ""}  # a fork has the server's variables
+    environment = {**injected.environment, **own}
+    with project.start("run", "config.yaml", *options, environment=environment) as process:
         injected.wait_for()
         threads = threads_of(injected.pids()[0])
         if is_killed:

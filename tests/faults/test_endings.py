@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,14 +21,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 
 
 def start(project: Project, injected: Injected) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "ensemble", "run", "config.yaml"],
-        cwd=project.folder,
-        env={**os.environ, **injected.environment, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return project.start("run", "config.yaml", environment=injected.environment)
 
 
 def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:

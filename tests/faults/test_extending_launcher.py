@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,14 +32,7 @@ def test_workers_that_let_everything_else_go_first(
     injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 6), times=1))
     folders = map(Path, injected.environment["PYTHONPATH"].split(os.pathsep))
     environment = {**injected.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(*folders, site)}
-    with subprocess.Popen(
-        [sys.executable, "-m", "ensemble", "run", "config.yaml"],
-        cwd=chunky.folder,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    with chunky.start("run", "config.yaml", environment=environment) as process:
         injected.wait_for()
         (worker,) = injected.pids()
         niceness = os.getpriority(os.PRIO_PROCESS, worker)

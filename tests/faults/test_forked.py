@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoints import reference
-from tests.faults.chunky import results
+from tests.faults.chunky import results, values
 from tests.faults.forked.runs import ForkedRuns
 from tests.project import Project
 
@@ -18,8 +18,7 @@ def test_fresh_processes_make_the_same_bytes(
     done = chunky.ensemble("run", "config.yaml", environment={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert results(chunky) == undisturbed
-    rows = [[float(cell) for cell in row[1:]] for row in chunky.read("runs/first/predictions/llama.csv")[1]]
     expected = reference(chunky.models / "llama", chunky.texts, max_length=16)
-    np.testing.assert_allclose(np.array(rows), expected, atol=1e-5)
+    np.testing.assert_allclose(values(chunky, "predictions/llama"), expected, atol=1e-5)
     (member,) = chunky.run_json()["members"]
     assert (member["chunks"], member["counters"]["rows"]) == (4, 16)

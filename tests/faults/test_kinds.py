@@ -16,10 +16,9 @@ import pytest
 from ensemble.members.huggingface.spec import BACKBONE
 from ensemble.members.registry import KINDS
 from tests.checkpoints import make_checkpoint, make_language_model, prime
-from tests.faults.chunky import chunky_config, word, write_chunky_table
+from tests.faults.chunky import chunky_config, kill_after_shards, word, write_chunky_table
 from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected, token_ids
-from tests.faults.test_copied import kill_at_part
 from tests.project import LABELS, Project
 
 RESULTS = ("ensemble.csv", "predictions/m.csv")
@@ -259,7 +258,7 @@ def test_its_worker_is_killed_and_then_the_run(made: Made, forked: ForkedRuns, t
     """The worker's chunk is computed again, and what was computed before the run's end is not."""
     project = made.project(tmp_path / "table")
     injected = Injected(tmp_path, made.fault("kill", KILLED, times=1))
-    assert forked.run(project.folder, judge=kill_at_part(2), faults=injected) == -9
+    assert forked.run(project.folder, judge=kill_after_shards(2), faults=injected) == -9
     assert "signal 9 (SIGKILL)" in forked.printed
     assert len(injected.pids()) == 1
     shards = project.folder.glob("runs/first/work/m.*/*.csv")
@@ -325,44 +324,3 @@ def test_what_changes_its_numbers_and_what_does_not(made: Made, forked: ForkedRu
     ]
     np.testing.assert_array_equal(values(project), values(made.undisturbed))
     assert np.abs(values(project, "other") - values(project)).max() > 1e-3
-
-
-@pytest.mark.long
-@pytest.mark.fault(26)
-def test_the_time_is_over_before_all_is_done(made: Made, forked: ForkedRuns, tmp_path: Path) -> None:
-    """The worker does not come to the end of the chunk that holds this row."""
-    project = made.project(tmp_path / "table")
-    slow = Injected(tmp_path, made.fault("wait", made.example.later, times=1))
-    options = ["--set", "time_limit=20s", "--set", "fill=sample"]
-    assert forked.run(project.folder, *options, faults=slow) == 4, forked.printed
-    assert "a first submission is written" in forked.printed
-    assert "stopped at time_limit: m" in forked.printed
-    report, rows = project.run_json(), len(project.ids)
-    reached, filled = report["merged_rows"]["m"], report["filled_rows"]
-    assert report["status"] == "time_limit"
-    assert 0 < reached < rows
-    assert reached + filled == rows
-    header, lines = project.read("out/submission.csv")
-    assert header == ["id", "tie", "winner_a", "winner_b"]
-    assert [line[0] for line in lines] == sorted(project.ids)
-    submitted = {line[0]: line[1:] for line in lines}
-    got = np.array([submitted[row_id] for row_id in project.ids], dtype=float)
-    is_filled = np.isclose(got, [0.3, 0.3, 0.4]).all(axis=1)
-    assert is_filled.sum() == filled
-    in_order = [LABELS.index(label) for label in header[1:]]
-    np.testing.assert_allclose(got[~is_filled], values(made.undisturbed)[~is_filled][:, in_order], atol=1e-5)
-    assert forked.run(project.folder) == 0, forked.printed
-    assert members(project)[0]["reused_rows"] == reached
-    assert results(project) == results(made.undisturbed)
-
-
-@pytest.mark.long
-@pytest.mark.fault(5)
-def test_its_worker_hangs(made: Made, forked: ForkedRuns, tmp_path: Path) -> None:
-    project = made.project(tmp_path / "table")
-    injected = Injected(tmp_path, made.fault("sleep", made.example.later, times=1))
-    assert forked.run(project.folder, "--set", "hang_timeout=8s", faults=injected) == 0, forked.printed
-    assert "for 8 s (hang_timeout)" in forked.printed
-    (member,) = members(project)
-    assert [(fault["kind"], fault["remedy"]) for fault in member["faults"]] == [("hang", "again")]
-    assert results(project) == results(made.undisturbed)

@@ -240,21 +240,6 @@ def test_a_file_replaced_while_its_member_waits_its_turn(
 @pytest.mark.long
 @pytest.mark.fault(27)
 @pytest.mark.timeout(300)
-def test_weights_replaced_under_a_time_limit(two: Two, forked: ForkedRuns, tmp_path: Path) -> None:
-    """The submission is of what there was before; of the files that are gone nothing is ever complete."""
-    two.write_config(time_limit="10m")
-    injected = Injected(tmp_path, Fault("wait", ids_of(two.project, 5), times=1))
-    with meanwhile(injected, lambda: in_place(two.folder, two.other, WEIGHTS)):
-        assert forked.run(two.project.folder, faults=injected) == 1, forked.printed
-    assert f"{WEIGHTS} {CHANGED}" in (two.failures()["a"] or "")
-    assert not (two.project.folder / "runs/first" / A).exists()
-    assert forked.run(two.project.folder) == 0, forked.printed
-    assert two.reused() == {"a": 0, "b": ROWS}
-
-
-@pytest.mark.long
-@pytest.mark.fault(27)
-@pytest.mark.timeout(300)
 def test_weights_replaced_between_the_loading_of_two_workers(
     two: Two, forked: ForkedRuns, tmp_path: Path
 ) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -92,22 +90,6 @@ def test_a_directory_that_cannot_be_written_is_said_before_any_model_loads(chunk
         assert list(disk.iterdir()) == []
 
 
-@pytest.mark.fault(22)
-def test_weights_that_were_cut_short_are_named_before_any_model_loads(
-    chunky: Project, tmp_path: Path
-) -> None:
-    shutil.copytree(chunky.models / "llama", tmp_path / "cut")
-    weights = tmp_path / "cut" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    done = chunky.ensemble(
-        "run", "config.yaml", "--set", f"models.llama.model_name_or_path={tmp_path / 'cut'}"
-    )
-    assert done.returncode == 2
-    assert "model.safetensors has" in done.stderr
-    assert "copy it again" in done.stderr
-    assert not (chunky.folder / "runs").exists()
-
-
 @pytest.mark.fault(23)
 def test_a_gpu_is_lost_in_mid_run(
     chunky: Project, nvml_sim: NvmlSim, tmp_path: Path, undisturbed: dict[str, bytes]
@@ -121,16 +103,10 @@ def test_a_gpu_is_lost_in_mid_run(
         Fault("raise", ids_of(chunky, 9), times=1, text=POISON),
     )
     chunky.write_config(chunky_config(chunky, devices=[first.uuid, second.uuid]))
-    with subprocess.Popen(
-        [sys.executable, "-m", "ensemble", "run", "config.yaml", "--set", "models.llama.replicas=1"],
-        cwd=chunky.folder,
-        env={**os.environ, **nvml_sim.environment(), **injected.environment, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        while not injected.pids() and process.poll() is None:
-            time.sleep(0.02)
+    environment = {**nvml_sim.environment(), **injected.environment}
+    options = ("--set", "models.llama.replicas=1")
+    with chunky.start("run", "config.yaml", *options, environment=environment) as process:
+        injected.wait_for()
         nvml_sim.write([Gpu(first.uuid, pci=first.pci, fails=[Fail("*", GPU_IS_LOST)]), second])
         injected.let_go()
         printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
@@ -150,16 +126,10 @@ def test_a_driver_that_hangs_stops_no_run(
     nvml_sim.write([gpu])
     injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 9), times=1))
     chunky.write_config(chunky_config(chunky, devices=[gpu.uuid]))
-    with subprocess.Popen(
-        [sys.executable, "-m", "ensemble", "run", "config.yaml", "--set", "release_timeout=2"],
-        cwd=chunky.folder,
-        env={**os.environ, **nvml_sim.environment(), **injected.environment, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        while not injected.pids() and process.poll() is None:
-            time.sleep(0.02)
+    environment = {**nvml_sim.environment(), **injected.environment}
+    options = ("--set", "release_timeout=2")
+    with chunky.start("run", "config.yaml", *options, environment=environment) as process:
+        injected.wait_for()
         nvml_sim.write([Gpu(gpu.uuid, fails=[Fail("DeviceGetMemoryInfo", HANGS)])])
         injected.let_go()
         printed, _ = process.communicate(timeout=PATIENCE_SECONDS)

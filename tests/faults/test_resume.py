@@ -13,15 +13,11 @@ import pytest
 from ensemble.analysis.report.page import write_report
 from ensemble.common.text import duration
 from tests.checkpoints import make_checkpoint
-from tests.faults.chunky import ROWS, chunky_config, results
+from tests.faults.chunky import ROWS, chunky_config, kill_before_predictions, results
 from tests.faults.forked.runs import ForkedRuns
 from tests.faults.steps import Step, Verdict
 from tests.faults.test_taken_over import check_close
 from tests.project import LABELS, Project
-
-
-def kill_before_predictions(step: Step) -> Verdict:
-    return Verdict.KILL if "predictions/" in step.paths[0] else Verdict.GO
 
 
 def full_before_predictions(step: Step) -> Verdict:

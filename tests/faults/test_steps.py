@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.steps import ENTER, Judge, Step, Verdict, Watched, skip_unless_watchable
+from tests.faults.steps import Judge, Step, Verdict, Watched, skip_unless_watchable
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,61 +106,3 @@ def test_it_ends_at_every_step_before_that_takes_effect(tmp_path: Path) -> None:
         assert watched.wait() == (-signal.SIGKILL if number < 7 else 0)
         assert sorted(path.name for path in folder.iterdir()) == list("abcdef"[: number - 1])
         assert len(watched.steps) == min(number, 6)
-
-
-def test_a_full_disk_is_what_the_program_hears(tmp_path: Path) -> None:
-    def judge(step: Step) -> Verdict:
-        return Verdict.NO_SPACE if step.takes_space and "full" in step.paths[0] else Verdict.GO
-
-    code = (
-        "import numpy as np, os\n"
-        "open('fine', 'w').write('x')\n"
-        "for write in (lambda: np.save('full', np.arange(9)), lambda: os.mkdir('full too')):\n"
-        "    try:\n        write()\n"
-        "    except OSError as error:\n        print(error.strerror)\n"
-    )
-    with (tmp_path / "said").open("w") as output:
-        assert watch(code, tmp_path, judge, stdout=output).wait() == 0
-    assert (tmp_path / "said").read_text() == "No space left on device\n" * 2
-    assert (tmp_path / "fine").read_text() == "x"
-    assert not (tmp_path / "full too").exists()
-
-
-def test_what_goes_wrong_in_the_judge_ends_the_program_and_is_raised(tmp_path: Path) -> None:
-    def judge(step: Step) -> Verdict:
-        raise LookupError(step.paths[0])
-
-    with pytest.raises(LookupError, match="a"):
-        watch(TWO_PROCESSES, tmp_path, judge)
-    assert not list(tmp_path.iterdir())
-
-
-def test_fsync_can_be_made_to_do_nothing(tmp_path: Path) -> None:
-    """The inner filter answers before the outer one is asked."""
-    code = "import os; file = os.open('a', os.O_CREAT | os.O_WRONLY); os.write(file, b'x'); os.fsync(file)"
-    for command, calls in {
-        (sys.executable, "-c", code): ["openat", "write", "fsync"],
-        (sys.executable, str(ENTER), "no-fsync", sys.executable, "-c", code): ["openat", "write"],
-    }.items():
-        (tmp_path / "a").unlink(missing_ok=True)
-        with Watched(command, tmp_path, go, cwd=tmp_path) as watched:
-            assert watched.wait() == 0
-        assert [step.call for step in watched.steps] == calls
-
-
-def test_a_signal_does_not_count_a_step_twice(tmp_path: Path) -> None:
-    """It arrives while the call waits for an answer."""
-
-    def judge(step: Step) -> Verdict:
-        os.kill(step.pid, signal.SIGUSR1)
-        return Verdict.GO
-
-    code = "import signal; signal.signal(signal.SIGUSR1, lambda *a: None)\nfor name in 'abc': open(name, 'w')"
-    watched = watch(code, tmp_path, judge)
-    assert watched.wait() == 0
-    assert [step.paths for step in watched.steps] == [("a",), ("b",), ("c",)]
-
-
-def test_a_command_that_is_not_there(tmp_path: Path) -> None:
-    with Watched([str(tmp_path / "nothing")], tmp_path, go, stderr=subprocess.DEVNULL) as watched:
-        assert watched.wait() == 1

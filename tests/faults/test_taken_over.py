@@ -10,19 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.faults.chunky import ROWS, chunky_config, ids_of, results, write_chunky_table
+from tests.faults.chunky import (
+    ROWS,
+    chunky_config,
+    ids_of,
+    kill_after_shards,
+    kill_before_predictions,
+    results,
+    write_chunky_table,
+)
 from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected
 from tests.faults.steps import Step, Verdict
-from tests.faults.test_copied import kill_at_part
 from tests.project import Project
 from tests.sampling import one_in, shares
 
 TRIAL = 6
-
-
-def kill_before_predictions(step: Step) -> Verdict:
-    return Verdict.KILL if "predictions/" in step.paths[0] else Verdict.GO
 
 
 def members(project: Project) -> dict[str, dict[str, Any]]:
@@ -90,7 +93,7 @@ def test_an_unfinished_trials_rows_count(
 def test_a_trial_leaves_an_unfinished_run_as_it_is(
     chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
 ) -> None:
-    assert forked.run(chunky.folder, judge=kill_at_part(3)) == -9
+    assert forked.run(chunky.folder, judge=kill_after_shards(3)) == -9
     assert forked.run(chunky.folder, "--limit", str(TRIAL)) == 0, forked.printed
     assert counts(chunky) == {"llama": (TRIAL, 0)}, "the rows of the full table count for the trial, too"
     assert (chunky.folder / "runs/first/work").exists()
@@ -140,7 +143,7 @@ def fresh_results(project: Project, forked: ForkedRuns) -> dict[str, bytes]:
 def test_a_renamed_member(
     is_complete: bool, chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
 ) -> None:
-    assert forked.run(chunky.folder, judge=None if is_complete else kill_at_part(3)) == (
+    assert forked.run(chunky.folder, judge=None if is_complete else kill_after_shards(3)) == (
         0 if is_complete else -9
     )
     model = {"name": "other", "model_name_or_path": str(chunky.models / "llama")}
@@ -165,7 +168,7 @@ def test_a_member_that_is_left_out_for_once_keeps_its_work(
     chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
 ) -> None:
     """As people do under a limit: the slow member is commented out to have a submission now."""
-    assert forked.run(chunky.folder, judge=kill_at_part(3)) == -9
+    assert forked.run(chunky.folder, judge=kill_after_shards(3)) == -9
     model = {"name": "gemma", "model_name_or_path": str(chunky.models / "gemma")}
     chunky.write_config(chunky_config(chunky, models=[model]))
     assert forked.run(chunky.folder) == 0, forked.printed
@@ -243,17 +246,6 @@ def test_work_that_cannot_be_proved_is_not_taken_over(
     assert counts(chunky) == {"llama": (0, ROWS)}
     assert results(chunky) == undisturbed
     assert ("its predictions are of another version" in forked.printed) == (harm == "scheme")
-
-
-@pytest.mark.long
-@pytest.mark.fault(18)
-@pytest.mark.timeout(300)
-def test_other_settings_or_weights_take_nothing_over(chunky: Project, forked: ForkedRuns) -> None:
-    assert forked.run(chunky.folder, "--limit", str(TRIAL)) == 0, forked.printed
-    chunky.write_config(chunky_config(chunky, defaults={"text_column": "text", "max_length": 12}))
-    assert forked.run(chunky.folder) == 0, forked.printed
-    assert counts(chunky) == {"llama": (0, ROWS)}
-    assert "llama: settings, rows changed since" in forked.printed
 
 
 @pytest.mark.timeout(300)

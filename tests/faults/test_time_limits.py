@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from ensemble.cli.progress import QuietDisplay
-from ensemble.common.protocol import Closed, Command, Load, Predict, Progress, Ready, Started, Stop
+from ensemble.common.protocol import Predict
 from ensemble.pipeline.load import load
 from ensemble.pipeline.run import run
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import make_plan, without_done
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
-from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.state import ModelState
 from tests.cli.reports import member, report
 from tests.faults.chunky import chunky_config
 from tests.planning.test_plan import config, facts
-from tests.pretended import computed, make_scheduler
+from tests.pretended import SimulatedLauncher, make_scheduler
 from tests.project import Project
 from tests.sampling import one_in
 
@@ -33,79 +31,6 @@ pytestmark = pytest.mark.usefixtures("warm")
 
 # Until workers can start, and what the first submission takes.
 BEFORE_SECONDS, FIRST_SECONDS = 1.0, 0.05
-
-
-class Time:
-    """Passes only while a simulated worker starts or computes."""
-
-    def __init__(self, over_at: float) -> None:
-        self.now = BEFORE_SECONDS
-        self.over_at = over_at
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class SimulatedWorker(Handle):
-    """A worker on one device that takes exactly so long; what is not done in time is not done."""
-
-    def __init__(self, process: str, time: Time, startup_seconds: float, row_seconds: float) -> None:
-        self.process = process
-        self._time, self._startup_seconds, self._row_seconds = time, startup_seconds, row_seconds
-        self._said: list[tuple[float, list[Any]]] = [(0.0, [Started({}, startup_seconds / 2)])]
-        self._is_over = False
-
-    def send(self, command: Command) -> None:
-        if isinstance(command, Load):
-            ready = Ready(self._startup_seconds / 2, "cpu", "float32", "sdpa", 1, 128, 2048)
-            self._say(self._startup_seconds, [ready], [])
-        elif isinstance(command, Predict):
-            rows = command.stop - command.start
-            done = computed(command, rows * self._row_seconds)
-            reached = int((self._time.over_at - self._time.now) / self._row_seconds)
-            progress = [Progress(command.chunk, reached, reached, reached)] if reached else []
-            self._say(rows * self._row_seconds, [done], progress)
-        elif isinstance(command, Stop):
-            self._say(0.0, [Closed(1)], [])
-            self._is_over = True
-
-    def _say(self, seconds: float, events: list[Any], instead: list[Any]) -> None:
-        left = self._time.over_at - self._time.now
-        self._said.append((seconds, events) if seconds <= left else (left, instead))
-
-    def receive(self) -> list[Any]:
-        message, self._said = self._said, []
-        for seconds, _ in message:
-            self._time.now += seconds
-        self.is_open = not self.has_exited()
-        return [event for _, events in message for event in events]
-
-    def has_exited(self) -> bool:
-        return self._is_over and not self._said
-
-    def terminate(self) -> None:
-        self._is_over = True
-
-    def abort(self) -> None:
-        self._is_over = True
-
-    def close(self) -> Exit:
-        return Exit(0, "ended with exit code 0")
-
-
-class SimulatedLauncher(Launcher):
-    """Its workers take as long as those of their member, which is the name of their log."""
-
-    def __init__(self, time: Time, startup_seconds: Sequence[float], row_seconds: Sequence[float]) -> None:
-        super().__init__({})
-        self._time, self._startup_seconds, self._row_seconds = time, startup_seconds, row_seconds
-
-    def start(self, start: WorkerStart) -> Handle:
-        index = int(start.log.name.removeprefix("m"))
-        return SimulatedWorker("1", self._time, self._startup_seconds[index], self._row_seconds[index])
-
-    def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
-        return handles
 
 
 class Repeated:
@@ -133,6 +58,9 @@ class Repeated:
     def is_complete(self) -> bool:
         return all(done.all() for done in self._is_done.values())
 
+    def _chunk_seconds(self, member: int, devices: tuple[str, ...], command: Predict) -> float:
+        return (command.stop - command.start) * self._row_seconds[member]
+
     def again(self) -> list[ModelState]:
         run = config(*({} for _ in self._facts), time_limit=self.limit)
         made = make_plan(run, self._facts, [], speeds=self._speeds)
@@ -141,10 +69,9 @@ class Repeated:
             for item in made.models
         ]
         over_at = self.limit - self.kept
-        time = Time(over_at)
-        launcher = SimulatedLauncher(time, self._startup_seconds, self._row_seconds)
-        make_scheduler(members, [], launcher, Rules(2, "fail", 60.0), Deadline(over_at, 1, time)).run()
-        assert time.now <= max(over_at, BEFORE_SECONDS), "the limit is held"
+        launcher = SimulatedLauncher(self._startup_seconds, self._chunk_seconds, over_at, BEFORE_SECONDS)
+        make_scheduler(members, [], launcher, Rules(2, "fail", 60.0), Deadline(over_at, 1, launcher)).run()
+        assert launcher.now <= max(over_at, BEFORE_SECONDS), "the limit is held"
         for state in members:
             done = self._is_done[state.plan.name]
             done[:] = True

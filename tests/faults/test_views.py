@@ -11,10 +11,9 @@ import pytest
 
 from ensemble.analysis.predictions import read_run
 from tests.checkpoints import WORDS
-from tests.faults.chunky import ROWS, chunky_config, results, word
+from tests.faults.chunky import ROWS, chunky_config, kill_after_shards, results, values, word
 from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected, token_ids
-from tests.faults.steps import Step, Verdict
 from tests.project import Project
 from tests.sampling import one_in
 
@@ -33,11 +32,6 @@ def write_config(project: Project, **changes: Any) -> None:
     project.write_config(config)
 
 
-def values(project: Project, name: str = "llama") -> np.ndarray:
-    _, rows = project.read(f"runs/first/predictions/{name}.csv")
-    return np.array([row[1:] for row in rows], dtype=float)
-
-
 def shards(forked: ForkedRuns) -> list[str]:
     """The views of the shards that the latest run has written, in the order in which they got their names."""
     names = [
@@ -49,33 +43,6 @@ def shards(forked: ForkedRuns) -> list[str]:
 def in_second_view(project: Project, row: int) -> tuple[int, ...]:
     """Tokens that stand one behind the other in this row's second view alone."""
     return token_ids(project.models / "llama", f"{MARK} {WORDS[row % len(WORDS)]} {word(row)}")
-
-
-@pytest.mark.long
-@pytest.mark.fault(12)
-def test_killed_in_its_second_view_and_resumed_with_other_replicas(
-    chunky: Project, forked: ForkedRuns
-) -> None:
-    write_config(chunky)
-    assert forked.run(chunky.folder) == 0, forked.printed
-    assert shards(forked) == ["first"] * 4 + ["second"] * 4
-    names = ["ensemble.csv", "submission.csv", "predictions/llama.csv", "predictions/llama@second.csv"]
-    expected = results(chunky, names=names)
-    first, second = (values(chunky, f"llama@{view['name']}") for view in VIEWS)
-    np.testing.assert_allclose(values(chunky), (first + 3 * second) / 4, atol=1e-12)
-
-    def kill(step: Step) -> Verdict:
-        path = step.paths[-1]
-        is_second = "rename" in step.call and "/work/llama@second." in path and path.endswith(".csv")
-        return Verdict.KILL if is_second and shards(forked).count("second") == 1 else Verdict.GO
-
-    (chunky.folder / "runs" / "first").rename(chunky.folder / "runs" / "whole")
-    assert forked.run(chunky.folder, judge=kill) == -9
-    assert forked.run(chunky.folder, "--set", "models.llama.replicas=2") == 0, forked.printed
-    assert results(chunky, names=names) == expected
-    (member,) = chunky.run_json()["members"]
-    assert ROWS <= member["reused_rows"] < 2 * ROWS
-    assert member["reused_rows"] + member["counters"]["rows"] == 2 * ROWS
 
 
 @pytest.mark.long
@@ -92,14 +59,11 @@ def test_killed_in_its_second_checkpoint(chunky: Project, forked: ForkedRuns, tm
     names = ["ensemble.csv", "submission.csv", "predictions/llama.csv", "predictions/llama@second.csv"]
     expected = results(chunky, names=names)
 
-    def kill(step: Step) -> Verdict:
-        path = step.paths[-1]
-        is_second = "rename" in step.call and "/work/llama@second." in path and path.endswith(".csv")
-        return Verdict.KILL if is_second and shards(forked).count("second") == 1 else Verdict.GO
-
     ids = token_ids(chunky.models / "gemma", f"{MARK} {WORDS[1]} {word(1)}")
     faults = Injected(tmp_path, Fault("kill", ids, times=1))
-    assert forked.run(chunky.folder, "--fresh", judge=kill, faults=faults) == -9
+    assert (
+        forked.run(chunky.folder, "--fresh", judge=kill_after_shards(1, "llama@second"), faults=faults) == -9
+    )
     assert len(faults.pids()) == 1
     assert forked.run(chunky.folder, "--set", "models.llama.replicas=2") == 0, forked.printed
     assert results(chunky, names=names) == expected
@@ -117,9 +81,9 @@ def test_a_row_that_cannot_be_computed_in_one_of_its_views(
     assert forked.run(chunky.folder, "--set", "on_bad_row=uniform", faults=injected) == 0, forked.printed
     (member,) = chunky.run_json()["members"]
     assert {row: why.split(":")[0] for row, why in member["bad_rows"].items()} == {str(BAD): "view second"}
-    first, second = (values(chunky, f"llama@{view['name']}") for view in VIEWS)
+    first, second = (values(chunky, f"predictions/llama@{view['name']}") for view in VIEWS)
     np.testing.assert_array_equal(second[BAD], 1 / 3)
-    np.testing.assert_allclose(values(chunky)[BAD], (first[BAD] + 1) / 4, atol=1e-12)
+    np.testing.assert_allclose(values(chunky, "predictions/llama")[BAD], (first[BAD] + 1) / 4, atol=1e-12)
     assert forked.run(chunky.folder, "--set", "on_bad_row=uniform") == 0, "it is known by now"
     assert "llama: done by" in forked.printed
 
@@ -130,7 +94,7 @@ def test_the_time_is_over_in_the_second_view(chunky: Project, forked: ForkedRuns
     """Each run has twice the time of the one before; what the second view needs is more than any has."""
     write_config(chunky)
     assert forked.run(chunky.folder) == 0, forked.printed
-    expected, first = results(chunky), values(chunky, "llama@first")
+    expected, first = results(chunky), values(chunky, "predictions/llama@first")
     # But for the first row, with which a worker tries its model.
     slow = Injected(
         tmp_path,
@@ -150,15 +114,15 @@ def test_the_time_is_over_in_the_second_view(chunky: Project, forked: ForkedRuns
         f"llama: {ROWS} rows lack some of 2 views and were averaged over the others (first 16, second 0 rows)"
         in forked.printed
     )
-    _, rows = chunky.read("runs/timed/ensemble.csv")
-    np.testing.assert_allclose(np.array([row[1:] for row in rows], dtype=float), first, atol=1e-5)
+    np.testing.assert_allclose(values(chunky, "ensemble", "runs/timed"), first, atol=1e-5)
     write_config(chunky, output_dir="runs/timed")
     assert forked.run(chunky.folder) == 0, forked.printed
     (member,) = chunky.run_json("runs/timed")["members"]
     assert member["reused_rows"] == ROWS
     assert results(chunky, "runs/timed").keys() == expected.keys()
-    _, rows = chunky.read("runs/timed/predictions/llama.csv")
-    np.testing.assert_allclose(np.array([row[1:] for row in rows], dtype=float), values(chunky), atol=1e-5)
+    np.testing.assert_allclose(
+        values(chunky, "predictions/llama", "runs/timed"), values(chunky, "predictions/llama"), atol=1e-5
+    )
 
 
 def with_when(project: Project, when: dict[str, Any], **changes: Any) -> None:
@@ -170,7 +134,7 @@ def with_when(project: Project, when: dict[str, Any], **changes: Any) -> None:
 
 def closest(project: Project, rows: int, name: str = "llama@first") -> list[int]:
     """Row numbers, the closest call first."""
-    ordered = np.sort(values(project, name), axis=1)
+    ordered = np.sort(values(project, f"predictions/{name}"), axis=1)
     return [int(row) for row in np.argsort(ordered[:, -1] - ordered[:, -2], kind="stable")[:rows]]
 
 
@@ -194,15 +158,12 @@ def test_killed_in_a_view_with_when_and_resumed_with_other_replicas(
     names = ["ensemble.csv", "submission.csv", "predictions/llama.csv", "predictions/llama@second.csv"]
     expected = results(chunky, names=names)
 
-    def kill(step: Step) -> Verdict:
-        path = step.paths[-1]
-        is_second = "rename" in step.call and "/work/llama@second." in path and path.endswith(".csv")
-        return Verdict.KILL if is_second and shards(forked).count("second") == 1 else Verdict.GO
-
     # In the first chunk: the closest calls, or the first of the longest rows.
     row = closest(chunky, 1)[0] if limit else sorted(closest(chunky, ROWS // 2))[1]
     faults = Injected(tmp_path, Fault("kill", in_second_view(chunky, row), times=1))
-    assert forked.run(chunky.folder, "--fresh", judge=kill, faults=faults) == -9
+    assert (
+        forked.run(chunky.folder, "--fresh", judge=kill_after_shards(1, "llama@second"), faults=faults) == -9
+    )
     assert len(faults.pids()) == 1
     assert forked.run(chunky.folder, "--set", "models.llama.replicas=2") == 0, forked.printed
     assert results(chunky, names=names) == expected
@@ -220,7 +181,8 @@ def test_as_many_rows_as_there_is_time_for(chunky: Project, forked: ForkedRuns, 
     """The closest chunk is computed, the others would take for ever; the run is complete, another goes on."""
     write_config(chunky)
     assert forked.run(chunky.folder) == 0, forked.printed
-    expected, first, second = results(chunky), values(chunky, "llama@first"), values(chunky, "llama@second")
+    expected = results(chunky)
+    first, second = (values(chunky, f"predictions/llama@{name}") for name in ("first", "second"))
     near = sorted(closest(chunky, 4))
     slow = Injected(
         tmp_path,
@@ -241,10 +203,9 @@ def test_as_many_rows_as_there_is_time_for(chunky: Project, forked: ForkedRuns, 
     (member,) = chunky.run_json("runs/timed")["members"]
     assert {name: view["rows"] for name, view in member["views"].items()} == {"first": ROWS, "second": 4}
     assert "view second: there was time for 4 of 16 rows, the closest calls first (25.0 %)" in forked.printed
-    _, rows = chunky.read("runs/timed/predictions/llama.csv")
     mean = np.array(first)
     mean[near] = (first[near] + 3 * second[near]) / 4
-    np.testing.assert_allclose(np.array([row[1:] for row in rows], dtype=float), mean, atol=1e-5)
+    np.testing.assert_allclose(values(chunky, "predictions/llama", "runs/timed"), mean, atol=1e-5)
     predictions = read_run(chunky.folder / "runs/timed")
     np.testing.assert_allclose(predictions.members["llama"], mean, atol=1e-5)
 
@@ -253,31 +214,6 @@ def test_as_many_rows_as_there_is_time_for(chunky: Project, forked: ForkedRuns, 
     assert chunky.run_json("runs/timed")["members"][0]["counters"]["rows"] == ROWS - 4
     result = results(chunky, "runs/timed")
     assert result.keys() == expected.keys()
-    _, rows = chunky.read("runs/timed/predictions/llama.csv")
-    np.testing.assert_allclose(np.array([row[1:] for row in rows], dtype=float), values(chunky), atol=1e-5)
-
-
-@pytest.mark.long
-def test_a_member_for_as_many_rows_as_there_is_time_for(
-    chunky: Project, forked: ForkedRuns, tmp_path: Path
-) -> None:
-    """It decides nothing for members behind it, and the merge takes its rows where it has them."""
-    model = chunky_config(chunky)["models"][0]
-    first = {**model, "name": "first", "prompt_template": "on {{ text }}", "text_column": None}
-    late = {**first, "name": "late", "prompt_template": f"on {MARK} {{{{ text }}}}"}
-    late["when"] = {"share": "as_time_allows"}
-    chunky.write_config(chunky_config(chunky, models=[first]))
-    assert forked.run(chunky.folder) == 0, forked.printed
-    near = sorted(closest(chunky, 4, "first"))
-    far = (row for row in range(1, ROWS) if row not in near)
-    slow = Injected(tmp_path, *(Fault("sleep", in_second_view(chunky, row), seconds=10_000) for row in far))
-    for limit in itertools.takewhile(lambda seconds: seconds <= 256, (16 * 2**power for power in range(5))):
-        chunky.write_config(chunky_config(chunky, models=[first, late], time_limit=limit))
-        assert forked.run(chunky.folder, faults=slow) in (0, 4), forked.printed
-        if chunky.run_json()["merged_rows"].get("late"):
-            break
-    assert chunky.run_json()["status"] == "complete"
-    assert chunky.run_json()["merged_rows"] == {"first": ROWS, "late": 4}
-    assert "late: there was time" in forked.printed
-    _, rows = chunky.read("runs/first/predictions/late.csv")
-    assert [chunky.ids.index(row[0]) for row in rows] == near
+    np.testing.assert_allclose(
+        values(chunky, "predictions/llama", "runs/timed"), values(chunky, "predictions/llama"), atol=1e-5
+    )

@@ -181,16 +181,9 @@ def run(project: Project, *options: str) -> tuple[int, str]:
 def background(
     project: Project, *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    variables = {**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
-    with subprocess.Popen(
-        [sys.executable, "-m", "ensemble", "run", "config.yaml", *options],
-        cwd=project.folder,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # a group of its own, as a terminal's Ctrl-C reaches it
-    ) as process:
+    # In a group of its own, as a terminal's Ctrl-C reaches it.
+    arguments = ("run", "config.yaml", *options)
+    with project.start(*arguments, environment=environment, start_new_session=True) as process:
         try:
             yield process
         finally:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -214,19 +211,8 @@ def test_side_by_side(chunky: Project, tmp_path: Path, undisturbed: dict[str, by
         tmp_path, Fault("wait", ids_of(chunky, 2), times=1), Fault("wait", ids_of(chunky, 5), times=1)
     )
     chunky.write_config(chunky_config(chunky, cpu_workers=2))
-    with subprocess.Popen(
-        [sys.executable, "-m", "ensemble", "run", "config.yaml"],
-        cwd=chunky.folder,
-        env={
-            **os.environ,
-            **injected.environment,
-            "OMP_NUM_THREADS": "2",
-            "TEST_FORK_SERVER": "",  # a fork has the server's cores and variables
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    own = {"OMP_NUM_THREADS": "2", "TEST_FORK_SERVER": ""}  # a fork has the server's cores and variables
+    with chunky.start("run", "config.yaml", environment={**injected.environment, **own}) as process:
         injected.wait_for(0)
         injected.wait_for(1)
         pids = [*injected.pids(0), *injected.pids(1)]

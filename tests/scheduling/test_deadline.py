@@ -90,14 +90,6 @@ def test_the_reach_by_hand() -> None:
 
 
 @tries(60)
-@given(SHARES, st.integers(1, 8), SECONDS, SECONDS)
-def test_more_time_reaches_no_less(shares: list[Share], devices: int, first: float, second: float) -> None:
-    shorter, longer = sorted([first, second])
-    reached = reachable_fraction(shares, devices, shorter)
-    assert 0 <= reached <= reachable_fraction(shares, devices, longer) <= 1
-
-
-@tries(60)
 @given(SHARES, st.integers(1, 8), SECONDS)
 def test_the_reach_takes_the_time_there_is_and_no_more(
     shares: list[Share], devices: int, seconds: float

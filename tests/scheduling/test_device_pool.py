@@ -49,6 +49,7 @@ def release(after: Sequence[int]) -> tuple[float, list[str]]:
     return launcher.seconds, sentences
 
 
+@pytest.mark.fault(38)
 @pytest.mark.parametrize(
     "after",
     [

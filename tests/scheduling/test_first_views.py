@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,17 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import Closed, Command, Load, Predict, Ready, Started, Stop
+from ensemble.common.protocol import Predict
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import ModelPlan, Plan, make_plan, with_job, without_done
 from ensemble.scheduling.deadline import SAFETY, Deadline
-from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import Scheduler
 from ensemble.scheduling.state import ModelState
 from tests.planning.test_plan import config, facts, gpus
-from tests.pretended import PretendedRun, computed
+from tests.pretended import PretendedRun, SimulatedLauncher
 from tests.sampling import tries
 
 VIEWS: list[dict[str, Any]] = [
@@ -65,80 +63,6 @@ class Given:
     seconds_left: float
     waiting: Collection[int]  # members with rows of their first view in nobody's hands
     running: Collection[int]  # members with workers
-
-
-class SimulatedWorker(Handle):
-    """Takes exactly as long as its member says, by the clock of its launcher."""
-
-    def __init__(self, launcher: SimulatedLauncher, member: int, devices: tuple[str, ...]) -> None:
-        self.process = "1"
-        self._launcher, self._member, self._devices = launcher, member, devices
-        self.due: list[tuple[float, Any]] = [(launcher.now, Started({}, 0.0))]
-        self._is_over = False
-
-    def send(self, command: Command) -> None:
-        run, how = self._launcher, self._launcher.how[self._member]
-        if isinstance(command, Load):
-            ready = Ready(how.startup_seconds, "cuda", "float32", "sdpa", 1, 128, 2048)
-            self.due.append((run.now + how.startup_seconds, ready))
-        elif isinstance(command, Predict):
-            state = run.members[self._member]
-            chunk = state.chunks.in_hand[command.chunk]
-            seconds = chunk.cost * how.views * how.seconds
-            self.due.append((run.now + seconds, computed(command, seconds)))
-            run.note(self._member, chunk, self._devices, seconds)
-        elif isinstance(command, Stop):
-            self.due.append((run.now, Closed(1)))
-            self._is_over = True
-
-    def receive(self) -> list[Any]:
-        events = [event for due, event in self.due if due <= self._launcher.now]
-        self.due = [(due, event) for due, event in self.due if due > self._launcher.now]
-        self.is_open = not self.has_exited()
-        return events
-
-    def has_exited(self) -> bool:
-        return self._is_over and not self.due
-
-    def terminate(self) -> None:
-        self._is_over, self.due = True, []
-
-    def abort(self) -> None:
-        self.terminate()
-
-    def close(self) -> Exit:
-        return Exit(0, "ended with exit code 0")
-
-
-class SimulatedLauncher(Launcher):
-    """Time passes only while all wait, and then to what comes next."""
-
-    def __init__(self, how: Sequence[Simulated], limit: float) -> None:
-        super().__init__({})
-        self.how, self.limit, self.now = how, limit, 0.0
-        self.members: list[ModelState] = []
-        self.given: list[Given] = []
-        self.loads: defaultdict[int, int] = defaultdict(int)
-
-    def __call__(self) -> float:
-        return self.now
-
-    def start(self, start: WorkerStart) -> Handle:
-        member = int(start.log.name.removeprefix("m"))
-        self.loads[member] += 1
-        return SimulatedWorker(self, member, tuple(device.uuid for device in start.devices))
-
-    def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
-        due = [at for handle in handles if isinstance(handle, SimulatedWorker) for at, _ in handle.due]
-        self.now = min([self.limit, *(max(at, self.now) for at in due)])
-        return handles
-
-    def note(self, member: int, chunk: Chunk, devices: tuple[str, ...], seconds: float) -> None:
-        waiting = [
-            n for n, item in enumerate(self.members) if any(not other.job for other in item.chunks.pending)
-        ]
-        running = [n for n, item in enumerate(self.members) if item.running]
-        self.given.append(Given(member, chunk, devices, seconds, self.limit - self.now, waiting, running))
 
 
 class SelectingRun(PretendedRun):
@@ -204,16 +128,26 @@ def simulate(
         first = min(member.first_replicas, replicas)
         return replace(member, placement=placement, replicas=replicas, first_replicas=first)
 
-    launcher = SimulatedLauncher(how, limit)
+    given: list[Given] = []
+
+    def chunk_seconds(member: int, uuids: tuple[str, ...], command: Predict) -> float:
+        chunk = members[member].chunks.in_hand[command.chunk]
+        seconds = chunk.cost * how[member].views * how[member].seconds
+        waiting = [n for n, item in enumerate(members) if any(not other.job for other in item.chunks.pending)]
+        running = [n for n, item in enumerate(members) if item.running]
+        given.append(Given(member, chunk, uuids, seconds, limit - launcher.now, waiting, running))
+        return seconds
+
+    launcher = SimulatedLauncher([item.startup_seconds for item in how], chunk_seconds, limit)
     plans = [placed(member, item) for member, item in zip(plan.models, how, strict=True)]
-    launcher.members += [ModelState(member, clock=launcher) for member in plans]
+    members = [ModelState(member, clock=launcher) for member in plans]
     run = SelectingRun()
     run.plan = plan
     deadline = Deadline(limit, max(1, len(devices)), launcher)
     rules = Rules(2, "fail", 1e9, standby=False)
-    Scheduler(launcher.members, devices, launcher, run, rules, launcher, deadline).run()
-    assert all(item.failure is None for item in launcher.members)
-    return Outcome(launcher.members, launcher.given, launcher.loads, limit)
+    Scheduler(members, devices, launcher, run, rules, launcher, deadline).run()
+    assert all(item.failure is None for item in members)
+    return Outcome(members, given, launcher.loads, limit)
 
 
 def enough_seconds(state: ModelState, how: Simulated) -> float:
@@ -294,31 +228,6 @@ def test_nobody_gives_way_to_one_who_takes_most_of_the_time_to_start() -> None:
     assert outcome.loads == {0: 1}
     assert outcome.fractions(0) == pytest.approx([1.0, 0.0])
     assert outcome.fractions(1)[0] > 0.5
-
-
-def test_no_device_is_left_idle_for_a_first_view_that_cannot_be_computed_there() -> None:
-    two = gpus(2)
-    # The other one has a worker on the only GPU that it may use, and takes longer than there is time.
-    pinned = Simulated(seconds=350.0, devices=(1,))
-    outcome = simulate([Simulated(views=2, devices=(0,)), pinned], 300.0, two)
-    first, second = outcome.members
-    assert first.finished
-    assert not second.finished
-    assert outcome.loads[0] == 1
-    # And as many replicas as it may have.
-    alone = Simulated(seconds=350.0, replicas=1)
-    outcome = simulate([Simulated(views=2, replicas=1), alone], 300.0, two)
-    assert outcome.members[0].finished
-    assert outcome.loads[0] == 1
-
-
-def test_a_device_goes_to_a_first_view_that_it_can_join() -> None:
-    how = [Simulated(views=2, devices=(0,)), Simulated(seconds=1000.0)]
-    outcome = simulate(how, 620.0, gpus(2))
-    assert outcome.loads[1] == 2, "one on each GPU"
-    assert outcome.fractions(0) == pytest.approx([1.0, 1.0], abs=0.1)
-    later = [part for part in outcome.given if part.chunk.job]
-    assert all(not item.waiting for item in later)
 
 
 MEMBERS = st.builds(

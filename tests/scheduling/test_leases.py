@@ -21,7 +21,7 @@ from ensemble.common.host import usable_cpus
 from ensemble.scheduling.device_pool import SAMPLE_SECONDS
 from tests.faults.forked import client
 from tests.faults.inject import Fault, Injected
-from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Gpu, Memory, NvmlSim, gpu_uuid
+from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project, python_path
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -203,39 +203,6 @@ def save_in_four_bits(source: Path, folder: Path) -> Path:
 
 
 @pytest.mark.long
-def test_small_members_run_at_the_same_time_by_default(project: Project, two_gpus: NvmlSim) -> None:
-    """Loading is most of their time, and this way each is loaded once."""
-    project.write_table(rows=2500)
-    project.write_config(project.config())
-    code, printed, seen = watch_run(project, two_gpus.environment())
-    assert code == 0, printed
-    assert "members run at the same time, one replica each at first" in printed
-    report = project.run_json()
-    check_leases(report, seen)
-    # The one that is done first leaves its GPU, which may join the other one.
-    assert [each[0] for each in devices(report)] == [A, B]
-    starts = [member["workers"][0]["leased_after_seconds"] for member in report["members"]]
-    assert starts[1] < starts[0] + report["members"][0]["workers"][0]["life_seconds"]
-
-
-@pytest.mark.long
-def test_a_member_on_two_gpus_waits_for_both(project: Project, two_gpus: NvmlSim) -> None:
-    config = project.config()
-    config["models"][1]["num_gpus"] = 2
-    config["models"].append({**config["models"][0], "name": "last"})
-    project.write_config(config)
-    code, printed, seen = watch_run(
-        project, two_gpus.environment(), "--set", "defaults.replicas=1", "--limit", "60"
-    )
-    assert code == 0, printed
-    report = project.run_json()
-    check_leases(report, seen)
-    assert devices(report)[:2] == [[A], [A, B]]
-    starts = [member["workers"][0]["leased_after_seconds"] for member in report["members"]]
-    assert starts == sorted(starts), "a later member must not overtake the one that waits"
-
-
-@pytest.mark.long
 def test_a_member_on_the_cpu_sees_no_gpu(project: Project, two_gpus: NvmlSim) -> None:
     project.write_config(project.config(models=project.config()["models"][1:]))
     code, printed, seen = watch_run(
@@ -244,16 +211,6 @@ def test_a_member_on_the_cpu_sees_no_gpu(project: Project, two_gpus: NvmlSim) ->
     assert code == 0, printed
     assert set(seen.values()) == {""}
     assert devices(project.run_json()) == [["cpu"]]
-
-
-def test_more_gpus_than_there_are_is_said_before_anything_starts(project: Project, two_gpus: NvmlSim) -> None:
-    project.write_config(project.config())
-    done = project.ensemble(
-        "run", "config.yaml", "--set", "models.llama.num_gpus=3", environment=two_gpus.environment()
-    )
-    assert done.returncode == 2
-    assert "models[1].num_gpus: llama asks for 3 GPUs" in done.stderr
-    assert not (project.folder / "runs").exists()
 
 
 @pytest.mark.long
@@ -387,15 +344,8 @@ def two_at_work(tmp_path: Path) -> Injected:
 def start(
     project: Project, machine: NvmlSim, *options: str, faults: Injected | None = None
 ) -> subprocess.Popen[str]:
-    variables = {**os.environ, "PYTHONPATH": python_path(ROOT), **machine.environment()}
-    return subprocess.Popen(
-        [sys.executable, "-m", "ensemble", "run", "config.yaml", "--limit", "20", *options],
-        cwd=project.folder,
-        env=variables if faults is None else {**variables, **faults.environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    environment = {**machine.environment(), **(faults.environment if faults else {})}
+    return project.start("run", "config.yaml", "--limit", "20", *options, environment=environment)
 
 
 def test_the_next_member_waits_until_the_memory_is_back(
@@ -413,27 +363,6 @@ def test_the_next_member_waits_until_the_memory_is_back(
     assert process.returncode == 0, printed
     steps = re.findall(r"gemma-0 ended|released|with \d+ bytes in use|llama-0 has", log.read_text())
     assert steps[:4] == ["gemma-0 ended", "released", f"with {GIB // 4} bytes in use", "llama-0 has"]
-
-
-@pytest.mark.fault(38)
-@pytest.mark.long
-def test_a_browser_that_has_grown_meanwhile_costs_no_release_timeout(
-    project: Project, nvml_sim: NvmlSim, at_work: Injected
-) -> None:
-    before, grown = GIB, GIB + (400 << 20)
-    nvml_sim.write([Gpu(A, memory=Memory(used=before))])
-    project.write_config(project.config())
-    log = project.folder / "runs/first/logs/run.log"
-    with start(project, nvml_sim, "--set", "release_timeout=1h", faults=at_work) as process:
-        wait_until(lambda: len(at_work.pids()) == 1, "the worker's first rows")
-        nvml_sim.write([Gpu(A, memory=Memory(used=9 * GIB))])
-        at_work.let_go()
-        wait_until(lambda: "gemma-0 ended" in log.read_text(), "the first worker's end")
-        nvml_sim.write([Gpu(A, memory=Memory(used=grown))])
-        printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 0, printed
-    assert "still in use" not in printed
-    assert re.findall(r"released after .* with (\d+) bytes", log.read_text()) == [str(grown)] * 2
 
 
 @pytest.mark.fault(38)
@@ -459,19 +388,6 @@ def test_a_device_that_never_comes_free_is_left_out(
     assert devices(report) == [[A], [B], [B], [B]]
 
 
-@pytest.mark.fault(23)
-def test_a_gpu_that_is_lost_is_said_and_left_out(
-    project: Project, two_gpus: NvmlSim, two_at_work: Injected
-) -> None:
-    project.write_config(project.config())
-    with start(project, two_gpus, "--set", "defaults.replicas=1", faults=two_at_work) as process:
-        lost = Gpu(A, pci=(0, 1, 0), fails=[Fail("*", GPU_IS_LOST)])
-        write_later(two_gpus, two_at_work, 2, Gpu(B, pci=(0, 2, 0)), lost)
-        printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 0, printed
-    assert f"({A}) no longer answers" in printed
-
-
 @pytest.mark.long
 @pytest.mark.fault(13)
 def test_a_signal_while_waiting_for_memory_is_heeded(project: Project, nvml_sim: NvmlSim) -> None:
@@ -485,17 +401,3 @@ def test_a_signal_while_waiting_for_memory_is_heeded(project: Project, nvml_sim:
         printed = process.stdout.read()
     assert process.returncode == 143
     assert "stopped by SIGTERM" in printed
-
-
-@pytest.mark.long
-def test_with_no_other_device_the_run_goes_on_all_the_same(
-    project: Project, nvml_sim: NvmlSim, at_work: Injected
-) -> None:
-    nvml_sim.write([Gpu(A)])
-    project.write_config(project.config())
-    with start(project, nvml_sim, "--set", "release_timeout=1s", faults=at_work) as process:
-        write_later(nvml_sim, at_work, 1, Gpu(A, memory=Memory(used=9 * GIB)))
-        printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 0, printed
-    assert "GiB still in use" in printed
-    assert devices(project.run_json()) == [[A], [A]]

@@ -78,6 +78,17 @@ def test_a_member_that_waits_keeps_only_the_devices_it_may_use() -> None:
     assert third.workers[0].leased_after_seconds < second.workers[0].leased_after_seconds
 
 
+def test_nobody_overtakes_a_member_that_waits_for_two_gpus() -> None:
+    two = gpus(2)
+    models: list[dict[str, Any]] = [{"replicas": 1}, {"num_gpus": 2}, {"replicas": 1}]
+    lengths = [np.full(rows, 200_000, dtype=np.int64) for rows in (30, 6, 6)]
+    known = {f"m{index}": facts(lengths[index], **keys) for index, keys in enumerate(models)}
+    first, wide, last = schedule(make_plan(config(*models), known, two), two)
+    assert used(first) == [("GPU-0",)]
+    assert used(wide) == [("GPU-0", "GPU-1")]
+    assert wide.workers[0].leased_after_seconds < last.workers[0].leased_after_seconds
+
+
 def test_unequal_devices_end_within_a_chunk_of_each_other() -> None:
     two = gpus(2)
     told: list[tuple[str, Command]] = []
@@ -103,17 +114,6 @@ def one_member(rows: int = 100) -> Plan:
 
 def holds(command: Predict, *places: int) -> bool:
     return any(command.start <= place < command.stop for place in places)
-
-
-def test_a_chunk_whose_worker_died_is_tried_again_in_a_fresh_one() -> None:
-    deaths = iter([None, 3])
-    (state,) = schedule(one_member(), [], lambda command: next(deaths, computed(command)))
-    assert state.finished
-    assert [record.exit_code for record in state.workers] == [-9, 3, 0]
-    assert [fault.remedy for fault in state.faults] == ["again", "again"]
-    assert "signal 9 (SIGKILL)" in state.faults[0].message
-    assert "exit code 3, before its work" in state.faults[1].message
-    assert state.faults[0].rows == (0, 100)
 
 
 def test_a_row_that_kills_its_worker_is_found_and_the_rest_is_done() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -86,49 +87,25 @@ def test_each_replica_of_the_next_member_stands_by_for_a_device_of_its_own() -> 
     assert len({record.replica for record in second.workers}) == 2
 
 
-def test_one_that_waits_for_two_devices_gets_both() -> None:
-    two, watch = gpus(2), Watch()
-    models: list[dict[str, Any]] = [{"replicas": 1}, {"replicas": 1}, {"num_gpus": 2}]
-    lengths = np.full(6, 200_000, dtype=np.int64)
-    known = {f"m{index}": facts(lengths, **keys) for index, keys in enumerate(models)}
-    made = make_plan(config(*models), known, two)
-    members = tuple(replace(member, first_replicas=1) for member in made.models)
-    *_, wide = schedule(replace(made, models=members), two, on_launch=watch)
-    assert used(wide) == [("GPU-0", "GPU-1")]
-    (launched,) = [launch for launch in watch.launched if launch.member == "m2"]
-    assert sorted(launched.devices) == ["GPU-0", "GPU-1"]
-    assert watch.still_running[2], "it began while others computed"
-
-
-def test_one_that_fails_before_its_turn_is_replaced_and_costs_the_member_nothing() -> None:
+@pytest.mark.parametrize("fail", [PretendedWorker.terminate, PretendedWorker.fail])
+def test_one_that_fails_before_its_turn_is_replaced_and_costs_the_member_nothing(
+    fail: Callable[[PretendedWorker], None],
+) -> None:
+    """It has ended, or has said that it cannot go on."""
     item, watch = gpus(1), Watch()
 
     def launch(launched: Launched) -> None:
         watch(launched)
         if len(watch.of("m1")) == 1 and launched.member == "m1":
-            launched.worker.terminate()
+            fail(launched.worker)
 
     first, second = schedule(plan_of([8, 4], [1, 1], item), item, on_launch=launch)
     assert first.finished
     assert second.finished
     assert not second.faults
     assert len(watch.of("m1")) == 2
-    assert watch.still_running[2] == [], "after its own turn came; nobody stands by a second time"
-    assert [record.process for record in second.workers] == [watch.of("m1")[1].process]
-
-
-def test_one_that_says_that_it_cannot_go_on_is_not_taken() -> None:
-    item, watch = gpus(1), Watch()
-
-    def launch(launched: Launched) -> None:
-        watch(launched)
-        if len(watch.of("m1")) == 1 and launched.member == "m1":
-            launched.worker.fail()
-
-    first, second = schedule(plan_of([8, 4], [1, 1], item), item, on_launch=launch)
-    assert first.finished
-    assert second.finished
-    assert not second.faults
+    if fail is PretendedWorker.terminate:
+        assert watch.still_running[2] == [], "after its own turn came; nobody stands by a second time"
     assert [record.process for record in second.workers] == [watch.of("m1")[1].process]
 
 
@@ -163,6 +140,7 @@ def test_its_devices_are_in_the_order_of_a_lease() -> None:
     *_, wide = schedule(replace(made, models=members), two, on_launch=watch)
     assert used(wide) == [("GPU-0", "GPU-1")]
     assert [launch.devices for launch in watch.launched if launch.member == "m2"] == [("GPU-0", "GPU-1")]
+    assert watch.still_running[2], "it began while others computed"
 
 
 @pytest.mark.long
