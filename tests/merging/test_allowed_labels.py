@@ -239,38 +239,6 @@ def test_every_merge_method_gives_impossible_labels_0(project: Project) -> None:
     assert near == project.run_json()["scores"]["near"]["log_loss"], "scores are with the mask"
 
 
-def test_calibration_comes_first(project: Project) -> None:
-    table, members = write(project)
-    settings = {"temperature": 2.0, "bias": {"x": 0.5}}
-    run(project, f"models.near.calibration={json.dumps(settings)}")
-    scores = np.log(members["near"].clip(np.finfo(float).eps)) / 2.0
-    scores["x"] += 0.5
-    near = np.exp(scores).div(np.exp(scores).sum(axis=1), axis=0)
-    expected = (masked(near, table) + masked(members["far"], table)) / 2
-    np.testing.assert_allclose(read(project, "runs/first/ensemble.csv"), expected, rtol=1e-9)
-
-
-def test_no_rule_makes_a_label_possible(project: Project) -> None:
-    rules = [
-        {"when": "{{ question == '33' }}", "set": {"w": 0.6}},
-        {"when": "{{ question == '32' }}", "set": {"x": 0.5}},
-        {"when": "{{ question == '31' }}", "mask": ["w", "x"]},
-    ]
-    table, members = write(project, rules=rules)
-    run(project)
-    mean = (masked(members["near"], table) + masked(members["far"], table)) / 2
-    merged = read(project, "runs/first/ensemble.csv")
-    question = table["question"].to_numpy()
-    np.testing.assert_array_equal(
-        merged[question == 33], np.tile([0.0, 0, 1, 0], ((question == 33).sum(), 1))
-    )
-    np.testing.assert_allclose(merged[question == 31], np.tile([0.5, 0.5, 0, 0], ((question == 31).sum(), 1)))
-    ruled = mean[question == 32].copy()
-    rest = ruled[["y", "7"]].div(ruled[["y", "7"]].sum(axis=1), axis=0) * 0.5
-    ruled["x"], ruled["y"], ruled["7"] = 0.5, rest["y"], rest["7"]
-    np.testing.assert_allclose(merged[question == 32], ruled, rtol=1e-9)
-
-
 @pytest.mark.long
 def test_rows_that_are_filled_have_possible_labels_only(project: Project) -> None:
     table, _ = write(project, time_limit="1h")
@@ -288,16 +256,6 @@ def test_rows_that_are_filled_have_possible_labels_only(project: Project) -> Non
             np.testing.assert_allclose(
                 merged[ROWS // 2 :], (flags / flags.sum(axis=1, keepdims=True))[ROWS // 2 :], rtol=1e-12
             )
-
-
-def test_labels_that_do_not_exclude_each_other_are_not_scaled(project: Project) -> None:
-    model = {"name": "near", "task_type": "csv", "path": "near.csv", "activation": "sigmoid"}
-    table, members = write(
-        project, models=[model], data={"path": "test.csv", "allowed_labels": "possible"}, submission=None
-    )
-    run(project)
-    expected = np.where(possible(table), members["near"], 0)
-    np.testing.assert_array_equal(read(project, "runs/first/ensemble.csv"), expected)
 
 
 def test_when_knows_which_labels_are_possible(project: Project) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from decimal import Decimal, localcontext
 from typing import Literal
@@ -112,65 +111,10 @@ def test_it_is_the_product_of_powers(case: tuple[list[float], list[Values], Kind
     np.testing.assert_allclose(merged_rows, reference, rtol=1e-11, atol=1e-300)
 
 
-@tries(60)
-@given(merges(), st.randoms())
-def test_it_is_a_probability_whatever_order_the_members_have(
-    case: tuple[list[float], list[Values], Kind], chooser: random.Random
-) -> None:
-    weights, arrays, kind = case
-    merged_rows = merged(weights, arrays, [kind] * len(weights))
-    there = ~np.isnan(merged_rows[:, 0])
-    counted = [~np.isnan(array[:, 0]) for weight, array in zip(weights, arrays, strict=True) if weight]
-    np.testing.assert_array_equal(there, np.any(counted, axis=0))
-    assert (merged_rows[there] >= 0).all()
-    assert (merged_rows[there] <= 1).all()
-    if kind == "softmax":
-        np.testing.assert_allclose(merged_rows[there].sum(axis=1), 1, rtol=1e-12)
-    order = list(range(len(weights)))
-    chooser.shuffle(order)
-    again = merged([weights[i] * 3 for i in order], [arrays[i] for i in order], [kind] * len(weights))
-    np.testing.assert_allclose(again, merged_rows, rtol=1e-9, atol=1e-300)
-
-
-def test_by_hand() -> None:
-    first = np.array([[0.8, 0.2], [0.5, 0.5], [NAN, NAN], [NAN, NAN]])
-    second = np.array([[0.2, 0.8], [0.9, 0.1], [0.3, 0.7], [NAN, NAN]])
-    merged_rows = merged([1, 1], [first, second], ["softmax", "softmax"])
-    np.testing.assert_allclose(merged_rows, [[0.5, 0.5], [0.75, 0.25], [0.3, 0.7], [NAN, NAN]], rtol=1e-14)
-    # (0.8 ** 3 * 0.2) ** 0.25 to (0.2 ** 3 * 0.8) ** 0.25 is 4 ** 0.5 to 1.
-    np.testing.assert_allclose(
-        merged([3, 1], [first, second], ["softmax"] * 2)[0], [2 / 3, 1 / 3], rtol=1e-14
-    )
-    first, second = np.array([[0.8, 0.5]]), np.array([[0.2, 0.9]])
-    np.testing.assert_allclose(merged([1, 1], [first, second], ["sigmoid"] * 2), [[0.5, 0.75]], rtol=1e-14)
-
-
-def test_zeros() -> None:
-    sure, other = np.array([[0.0, 1.0], [0.0, 1.0]]), np.array([[0.4, 0.6], [1.0, 0.0]])
-    # Zeros count as float64's epsilon, 2 ** -52: they do not rule a label out.
-    first = (0.4 * 2**-52) ** 0.5 / 0.6**0.5
-    expected_rows = np.array([[first / (1 + first), 1 / (1 + first)], [0.5, 0.5]])
-    np.testing.assert_allclose(merged([1, 1], [sure, other], ["softmax"] * 2), expected_rows, rtol=1e-12)
-    np.testing.assert_allclose(
-        merged([1, 1], [sure, other], ["sigmoid"] * 2)[1], expected_rows[1], rtol=1e-12
-    )
-    # Whose weight is the larger decides where they contradict; and without a weight a zero says nothing.
-    against = merged([3, 1], [sure, other], ["softmax"] * 2)[1]
-    np.testing.assert_allclose(against[0] / against[1], 2.0**-26, rtol=1e-12)
-    np.testing.assert_allclose(merged([0, 1], [sure, other], ["softmax"] * 2), other, rtol=1e-12, atol=3e-16)
-
-
 def test_one_sigmoid_member_makes_all_labels_independent() -> None:
     first, second = np.array([[0.8, 0.2]]), np.array([[0.2, 0.9]])
     mixed = merged([1, 1], [first, second], ["softmax", "sigmoid"])
     np.testing.assert_array_equal(mixed, merged([1, 1], [first, second], ["sigmoid"] * 2))
-
-
-def test_raw_values_are_refused() -> None:
-    members = Members(("a", "b"), ("none", "none"), ("x",))
-    (problem,) = merge_method(EnsembleConfig(method="geometric_mean"), members).problems()
-    assert problem.startswith("ensemble.method: geometric_mean is for probabilities")
-    assert not [*merge_method(EnsembleConfig(), members).problems()]
 
 
 @pytest.mark.long
@@ -181,10 +125,10 @@ def test_a_run_and_another_method_on_the_same_predictions(project: Project) -> N
     assert done.returncode == 0, done.stderr
     assert "merge method: geometric_mean" in done.stdout
     assert project.run_json()["ensemble"] == {"method": "geometric_mean"}
-    members = [values_in(project, f"predictions/{name}.csv") for name in ("gemma", "llama")]
+    members = [project.values(f"runs/first/predictions/{name}.csv") for name in ("gemma", "llama")]
     with localcontext(prec=60):
         reference = expected([0.6, 0.4], members, "softmax")
-    np.testing.assert_allclose(values_in(project, "ensemble.csv"), reference, rtol=1e-12)
+    np.testing.assert_allclose(project.values("runs/first/ensemble.csv"), reference, rtol=1e-12)
     score = project.run_json()["scores"]["ensemble"]
     truth = [LABELS.index(label) for label in project.truth[:40]]
     assert score["log_loss"] == pytest.approx(-np.log(np.array(reference)[range(40), truth]).mean(), rel=1e-9)
@@ -194,7 +138,7 @@ def test_a_run_and_another_method_on_the_same_predictions(project: Project) -> N
     assert done.stdout.count("earlier run, reused") == 2
     assert project.run_json()["ensemble"] == {"method": "mean"}
     np.testing.assert_allclose(
-        values_in(project, "ensemble.csv"), 0.6 * members[0] + 0.4 * members[1], rtol=1e-14
+        project.values("runs/first/ensemble.csv"), 0.6 * members[0] + 0.4 * members[1], rtol=1e-14
     )
 
     raw = [f"--set=models.{name}.problem_type=regression" for name in ("gemma", "llama")]
@@ -203,7 +147,3 @@ def test_a_run_and_another_method_on_the_same_predictions(project: Project) -> N
     assert "geometric_mean is for probabilities" in done.stderr
     done = project.ensemble("validate", "config.yaml", *raw)
     assert done.returncode == 0, done.stderr
-
-
-def values_in(project: Project, name: str) -> Values:
-    return np.array([[float(cell) for cell in row[1:]] for row in project.read(f"runs/first/{name}")[1]])

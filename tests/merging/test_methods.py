@@ -314,20 +314,6 @@ def test_stacking_fills_rows_from_members_that_have_a_coefficient_for_the_label(
     np.testing.assert_allclose(merged_rows, expected, rtol=1e-12)
 
 
-def test_the_power_mean_of_zeros_beside_a_member_of_weight_0_is_that_of_scipy() -> None:
-    """The values with which it was seen: a probability of 0 and power -3 left no number at all."""
-    arrays = [
-        np.array([[0.2, 0.3, 0.5]] * 3),
-        np.array([[0.6, 0.3, 0.1]] * 3),
-        np.array([[0.0, 0.9, 0.1]] * 3),
-    ]
-    for power in (-3.0, -1.0):
-        merged_rows = merged("power_mean", arrays, [1.0, 2.0, 0.0], power=power)
-        weights = np.broadcast_to(np.reshape([1.0, 2.0], (2, 1, 1)), (2, 3, 3))
-        expected = to_1(stats.pmean(arrays[:2], power, axis=0, weights=weights))
-        np.testing.assert_allclose(merged_rows, expected, rtol=1e-12)
-
-
 class _Given:
     """A fitted classifier of which only the probabilities are known: those that stand in the row."""
 

@@ -136,10 +136,6 @@ def write(project: Project, **changes: Any) -> np.ndarray:
     return np.array(given)
 
 
-def numbers(project: Project, name: str) -> np.ndarray:
-    return np.array([[float(cell) for cell in row[1:]] for row in project.read(name)[1]])
-
-
 def test_a_run_with_rules(project: Project) -> None:
     values = write(project)
     _, table = project.read("test.csv")
@@ -152,11 +148,11 @@ def test_a_run_with_rules(project: Project) -> None:
     expected[same] = [0, 0, 1]
     expected[empty, 0] = 0
     expected /= expected.sum(axis=1, keepdims=True)
-    written = numbers(project, "runs/first/ensemble.csv")
+    written = project.values("runs/first/ensemble.csv")
     np.testing.assert_allclose(written, expected, rtol=1e-12)
     np.testing.assert_array_equal(written[~same & ~empty], values[~same & ~empty])
-    np.testing.assert_array_equal(numbers(project, "out/submission.csv"), written[::-1])
-    np.testing.assert_array_equal(numbers(project, "runs/first/predictions/mate.csv"), values)
+    np.testing.assert_array_equal(project.values("out/submission.csv"), written[::-1])
+    np.testing.assert_array_equal(project.values("runs/first/predictions/mate.csv"), values)
     report = project.run_json()
     assert [rule["rows"] for rule in report["rules"]] == [same.sum(), empty.sum()]
     assert (report["rules"][0]["set"], report["rules"][1]["mask"]) == ({"tie": 1.0}, ["winner_a"])
@@ -170,7 +166,7 @@ def test_a_run_with_rules(project: Project) -> None:
     again = project.ensemble("run", "config.yaml", "--set", "rules=null")
     assert again.returncode == 0, again.stderr
     assert "reused" in again.stdout
-    np.testing.assert_array_equal(numbers(project, "runs/first/ensemble.csv"), values)
+    np.testing.assert_array_equal(project.values("runs/first/ensemble.csv"), values)
     page = project.ensemble("run", "config.yaml", "--set", "report=true")
     assert page.returncode == 0, page.stderr
     text = (project.folder / "runs/first/report.html").read_text(encoding="utf-8")
@@ -208,7 +204,7 @@ def test_what_is_held_against_the_ensemble_is_so_with_the_same_rules(project: Pr
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stderr + done.stdout
     merged = ruled(project, (first + second) / 2)
-    np.testing.assert_allclose(numbers(project, "runs/first/ensemble.csv"), merged, rtol=1e-12)
+    np.testing.assert_allclose(project.values("runs/first/ensemble.csv"), merged, rtol=1e-12)
 
     def losses(values: np.ndarray) -> np.ndarray:
         return np.asarray(-np.log(np.clip(values[np.arange(200), truth], 2**-52, 1 - 2**-52)))
@@ -263,7 +259,7 @@ def test_rows_that_are_filled_keep_to_the_rules(project: Project) -> None:
             "run", "config.yaml", "--set", config_models, "--set", f"fill={fill}", "--fresh"
         )
         assert done.returncode in (0, 4), done.stderr
-        written = numbers(project, "runs/first/ensemble.csv")
+        written = project.values("runs/first/ensemble.csv")
         _, table = project.read("test.csv")
         same = np.array([row[1] == row[2] for row in table])
         empty = np.array([not row[1] for row in table])
@@ -306,13 +302,11 @@ def test_rules_count_anew_in_each_merge_and_leave_predictions_alone(project: Pro
 
     (project.folder / "broken").touch()
     assert "merged without mine" in run()
-    np.testing.assert_allclose(
-        numbers(project, "runs/first/ensemble.csv"), ruled(project, values), rtol=1e-12
-    )
+    np.testing.assert_allclose(project.values("runs/first/ensemble.csv"), ruled(project, values), rtol=1e-12)
     (project.folder / "broken").unlink()
     run()
     both = (values + np.array([0.5, 0.3, 0.2])) / 2
-    np.testing.assert_allclose(numbers(project, "runs/first/ensemble.csv"), ruled(project, both), rtol=1e-12)
+    np.testing.assert_allclose(project.values("runs/first/ensemble.csv"), ruled(project, both), rtol=1e-12)
     first, computed = written.read_bytes(), calls.read_bytes()
     other = (
         'rules=[{when: "{{ left | length > 1000 }}", mask: [tie]}, {when: "{{ left == \'\' }}", mask: [tie]}]'
@@ -321,9 +315,9 @@ def test_rules_count_anew_in_each_merge_and_leave_predictions_alone(project: Pro
     assert "rules[0]: mask tie in 0 of 200 rows" in output
     assert "rules[0].when: is true for no row of the table" in output
     _, table = project.read("test.csv")
-    assert (numbers(project, "runs/first/ensemble.csv")[:, 2] == 0).tolist() == [not row[1] for row in table]
+    assert (project.values("runs/first/ensemble.csv")[:, 2] == 0).tolist() == [not row[1] for row in table]
     run("rules=null")
-    np.testing.assert_allclose(numbers(project, "runs/first/ensemble.csv"), both, rtol=1e-12)
+    np.testing.assert_allclose(project.values("runs/first/ensemble.csv"), both, rtol=1e-12)
     run()
     assert written.read_bytes() == first
     assert calls.read_bytes() == computed, "nothing was computed for it"
@@ -344,7 +338,7 @@ def test_labels_that_do_not_exclude_each_other_may_all_be_masked(project: Projec
     left = np.array([row[1] for row in project.read("test.csv")[1]])
     values[left == ""] = 0
     values[left == "no"] = np.where([True, False, True], 0.75, values[left == "no"])
-    np.testing.assert_array_equal(numbers(project, "runs/first/ensemble.csv"), values)
+    np.testing.assert_array_equal(project.values("runs/first/ensemble.csv"), values)
 
 
 def test_what_is_wrong_with_rules_is_said_before_anything_runs(project: Project) -> None:
