@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.checkpoints import adapter_reference, make_adapter, make_base, make_texts
+from tests.checkpoints import adapter_reference, make_adapter, make_base
 from tests.project import GEMMA_LABELS, LABELS, Project
 
 pytest.importorskip("peft")
@@ -24,10 +24,7 @@ OF_HEAD = {"LABEL_0": "tie", "LABEL_1": "winner_a", "LABEL_2": "winner_b"}
 @pytest.fixture
 def folds(project: Project) -> Project:
     """A table of two texts a row, a base, and the adapters of two folds."""
-    project.ids = [f"{(7 * row) % 101:03d}" for row in range(ROWS)]
-    project.texts = make_texts(2 * ROWS, seed=3)
-    columns = (project.ids, project.texts[:ROWS], project.texts[ROWS:])
-    project.write_csv("test.csv", ["id", "a", "b"], [list(row) for row in zip(*columns, strict=True)])
+    project.write_pairs(ROWS)
     base = make_base(project.folder / "base", "llama")
     for number in range(2):
         make_adapter(project.folder / f"fold{number}", base, 3, seed=number, r=2 + number)
@@ -52,9 +49,9 @@ def run(project: Project, *views: dict[str, Any], command: str = "run", code: in
 
 
 def values(project: Project, name: str = "lora") -> npt.NDArray[np.float64]:
-    header, rows = project.read(f"runs/first/predictions/{name}.csv")
-    assert header == ["id", *LABELS]
-    return np.array([[float(cell) for cell in row[1:]] for row in rows])
+    path = f"runs/first/predictions/{name}.csv"
+    assert project.read(path)[0] == ["id", *LABELS]
+    return project.values(path)
 
 
 def by_hand(project: Project, fold: str, is_swapped: bool = False) -> npt.NDArray[np.float64]:

@@ -12,7 +12,7 @@ import pytest
 from ensemble.members.huggingface.spec import LANGUAGE_MODEL
 from ensemble.pipeline.fingerprint import changed_members
 from ensemble.pipeline.load import load
-from tests.checkpoints import WORDS, make_checkpoint, make_language_model, make_texts, prime, reference
+from tests.checkpoints import WORDS, make_checkpoint, make_language_model, prime, reference
 from tests.members.pooled_cls.test_pooled_cls import linear, make_backbone, save_head
 from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid
 from tests.project import GEMMA_LABELS, LABELS, Project
@@ -25,10 +25,7 @@ SWAP = {"columns": ["a", "b"], "labels": ["winner_a", "winner_b"]}
 @pytest.fixture
 def folds(project: Project) -> Project:
     """A table of two texts a row, and the checkpoints of two folds, with their labels in different orders."""
-    project.ids = [f"{(7 * row) % 101:03d}" for row in range(ROWS)]
-    project.texts = make_texts(2 * ROWS, seed=3)
-    columns = (project.ids, project.texts[:ROWS], project.texts[ROWS:])
-    project.write_csv("test.csv", ["id", "a", "b"], [list(row) for row in zip(*columns, strict=True)])
+    project.write_pairs(ROWS)
     for number, labels in enumerate((GEMMA_LABELS, LABELS)):
         make_checkpoint(project.folder / f"fold{number}", "llama", labels, seed=number)
     return project
@@ -65,9 +62,9 @@ def predictions(project: Project, view: str = "", run_name: str = "first") -> by
 
 def values(project: Project, view: str = "", run_name: str = "first") -> np.ndarray:
     name = f"member@{view}" if view else "member"
-    header, rows = project.read(f"runs/{run_name}/predictions/{name}.csv")
-    assert header == ["id", *LABELS]
-    return np.array([[float(cell) for cell in row[1:]] for row in rows])
+    path = f"runs/{run_name}/predictions/{name}.csv"
+    assert project.read(path)[0] == ["id", *LABELS]
+    return project.values(path)
 
 
 def rows_of_workers(project: Project) -> list[int]:

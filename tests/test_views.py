@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.checkpoints import label_reference, make_language_model, make_texts, reference
+from tests.checkpoints import label_reference, make_language_model, reference
 from tests.project import GEMMA_LABELS, LABELS, Project
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -25,16 +25,7 @@ ROWS = 40
 @pytest.fixture
 def pairs(project: Project) -> Project:
     """A project whose table has two texts a row, ``a`` and ``b``."""
-    project.ids = [f"{(7 * row) % 101:03d}" for row in range(ROWS)]
-    project.texts = make_texts(2 * ROWS, seed=3)
-    columns = [
-        project.ids,
-        project.texts[:ROWS],
-        project.texts[ROWS:],
-        [LABELS[row % 3] for row in range(ROWS)],
-    ]
-    rows = [list(row) for row in zip(*columns, strict=True)]
-    project.write_csv("test.csv", ["id", "a", "b", "label"], rows)
+    project.write_pairs(ROWS)
     return project
 
 
@@ -55,7 +46,7 @@ def values(project: Project, name: str = "gemma") -> _Values:
     header, rows = project.read(f"runs/first/predictions/{name}.csv")
     assert header == ["id", *LABELS]
     assert [row[0] for row in rows] == project.ids
-    return np.array([[float(cell) for cell in row[1:]] for row in rows])
+    return project.values(f"runs/first/predictions/{name}.csv")
 
 
 def by_hand(project: Project, texts: list[Any]) -> _Values:
@@ -173,15 +164,6 @@ def test_mistakes_are_named_with_their_keys(pairs: Project) -> None:
     assert "no key of task_type csv" in pairs.ensemble("validate", "config.yaml").stderr
 
 
-def test_validate_shows_the_first_row_in_each_view(pairs: Project) -> None:
-    run(pairs, AS_IS, SWAPPED)
-    message = " ".join(pairs.ensemble("validate", "config.yaml").stdout.split())
-    a, b = cells(pairs)[0]
-    for name, text in (("as_is", f"one {a} other {b}"), ("swapped", f"one {b} other {a}")):
-        assert f"gemma (view {name}): " in message
-        assert f"its first prompt: {text[:100]}" in message
-
-
 def test_validate_shows_where_prompts_of_views_differ(pairs: Project) -> None:
     before = "Which of these two answers is better? " * 10  # 380 characters
     views = [{"name": name, "prompt_template": f"{before}{{{{ {name} }}}}"} for name in "ab"]
@@ -211,7 +193,7 @@ def test_a_cascade_goes_by_the_mean_and_computes_its_rows_in_each_view(pairs: Pr
         done = pairs.ensemble("run", "config.yaml")
         assert done.returncode == 0, done.stderr
         _, rows = pairs.read("runs/first/predictions/llama.csv")
-        actual = np.array([[float(cell) for cell in row[1:]] for row in rows])
+        actual = pairs.values("runs/first/predictions/llama.csv")
         return actual, [row[0] for row in rows], pairs.run_json()["members"][1]
 
     for share, new in ((0.3, 0.3), (0.7, 0.4)):
@@ -225,26 +207,6 @@ def test_a_cascade_goes_by_the_mean_and_computes_its_rows_in_each_view(pairs: Pr
         plain = reference(folder, [f"one {a} other {b}" for a, b in texts], 128)
         swapped = reference(folder, [f"one {b} other {a}" for a, b in texts], 128)[:, [1, 0, 2]]
         np.testing.assert_allclose(result, (plain + swapped) / 2, atol=2e-5)
-
-
-@pytest.mark.long
-def test_under_a_time_limit_the_first_views_of_all_members_come_first(pairs: Project) -> None:
-    """With time for all: one member at a time on the CPU, and the first one is loaded again for its second view."""
-    models = pairs.config()["models"][:2]
-    keys = {"prompt_template": TEMPLATE, "views": [AS_IS, SWAPPED]}
-    config = pairs.config(models=[{**model, **keys} for model in models], submission=None)
-    pairs.write_config({**config, "defaults": {"max_length": 128, "num_gpus": 0}, "time_limit": "3h"})
-    done = pairs.ensemble("run", "config.yaml")
-    assert done.returncode == 0, done.stdout + done.stderr
-    workers = [
-        (worker["leased_after_seconds"], member["name"], worker["counters"]["rows"])
-        for member in pairs.run_json()["members"]
-        for worker in member["workers"]
-    ]
-    assert [who for _, *who in sorted(workers)] == [["gemma", ROWS], ["llama", 2 * ROWS], ["gemma", ROWS]]
-    plain = by_hand(pairs, [f"one {a} other {b}" for a, b in cells(pairs)])
-    swapped = by_hand(pairs, [f"one {b} other {a}" for a, b in cells(pairs)])[:, [1, 0, 2]]
-    np.testing.assert_allclose(values(pairs), (plain + swapped) / 2, atol=2e-5)
 
 
 @pytest.mark.long
