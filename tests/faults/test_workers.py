@@ -16,7 +16,7 @@ from tests.project import Project
 pytestmark = pytest.mark.usefixtures("warm")
 
 ENDINGS = (
-    "by signal 9 (SIGKILL)",
+    "was killed by signal 9 (SIGKILL)",
     "was killed by signal 11 (SIGSEGV)",
     "ended with exit code 0, before its work was done",
 )
