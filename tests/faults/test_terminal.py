@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from tests.faults.chunky import chunky_config, ids_of, results
 from tests.faults.inject import Fault, Injected
 from tests.project import LABELS, ROOT, Project, python_path
 from tests.sampling import one_in
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -103,22 +103,15 @@ class Terminal:
         finally:
             os.close(slave)
 
-    def read(self) -> None:
-        """Take what was printed, or the process would have to wait."""
+    def read(self) -> bytes:
+        """Take what was printed, or the process would have to wait; all of it so far."""
         with contextlib.suppress(BlockingIOError):
             self.printed += os.read(self._master, 1 << 16)
+        return self.printed
 
     def close(self) -> None:
         """The window is closed, the connection lost."""
         os.close(self._master)
-
-
-def wait_until(what: Callable[[], object], idle: Callable[[], object] = lambda: None) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not what():
-        assert time.monotonic() < until, "it did not come"
-        idle()
-        time.sleep(0.02)
 
 
 def run_log(project: Project) -> str:
@@ -148,7 +141,7 @@ def test_the_terminal_is_closed_while_bars_are_drawn(
 ) -> None:
     injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 9), times=1))
     terminal = Terminal(started(hangup, _RUN), chunky.folder, environment(injected))
-    wait_until(injected.pids, terminal.read)
+    wait_until(lambda: terminal.read() and injected.pids(), "the third chunk")
     assert b"\x1b[" in terminal.printed, "bars"
     terminal.close()
     if hangup == "ignored":
@@ -186,11 +179,11 @@ def test_the_tmux_session_is_killed(
     told = tmp_path / "code"
     command = [sys.executable, "-c", _RECORDER, str(told), *started(hangup, _RUN)]
     with tmux(command, chunky.folder, environment(injected)) as server:
-        wait_until(injected.pids)
+        wait_until(injected.pids, "the third chunk")
         subprocess.run([*server, end], check=True, timeout=PATIENCE_SECONDS)
         if hangup == "ignored":
             injected.let_go()
-        wait_until(lambda: told.exists() and told.read_text())
+        wait_until(lambda: told.exists() and told.read_text(), "the exit code")
     if hangup == "heeded":
         check_interrupted(chunky, int(told.read_text()))
     else:
@@ -207,7 +200,7 @@ def test_ignored_signals_stay_ignored_and_sigterm_ends_the_run(chunky: Project, 
         [sys.executable, "-c", _IGNORING, *_RUN], cwd=chunky.folder, env=environment(injected)
     )
     try:
-        wait_until(lambda: injected.pids() or process.poll() is not None)
+        wait_until(lambda: injected.pids() or process.poll() is not None, "the third chunk")
         for pid in (
             process.pid,
             *injected.pids(),

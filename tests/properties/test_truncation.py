@@ -66,6 +66,15 @@ def size(kind: str, text: str) -> int:
     return len(tokenizer(kind)([text], add_special_tokens=False)["input_ids"][0])
 
 
+def rendered_by(member: Prompt) -> list[str]:
+    """What the member's template renders from now on, as it is tried in shorter and shorter forms."""
+    texts: list[str] = []
+    template = member._truncation._template  # type: ignore[union-attr]
+    render = template.render
+    object.__setattr__(template, "render", lambda row: texts.append(render(row)) or texts[-1])  # type: ignore[func-returns-value]
+    return texts
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[str, dict[str, Any], dict[str, Any], int]:
     row = {
@@ -133,10 +142,7 @@ def test_fields_get_their_shares_and_lend_what_they_do_not_need(
     given_fields = dict(zip("xyz", fields.values(), strict=True))
     template = "{{ x }}\n0\n{{ y }}\n1\n{{ z }}\n2"
     member = prompt(kind, template, max_length, given_fields)
-    seen: list[str] = []
-    template_of = member._truncation._template  # type: ignore[union-attr]
-    render = template_of.render
-    object.__setattr__(template_of, "render", lambda row: seen.append(render(row)) or seen[-1])  # type: ignore[func-returns-value]
+    seen = rendered_by(member)
     got = member.encode([chosen])
     if not got.truncated_rows:
         return
@@ -238,10 +244,7 @@ def test_the_newest_rounds_stay_whole(case: tuple[Any, ...], shares: list[float]
         name: {"share": share, "keep": "newest_rounds"} for name, share in zip("pab", shares, strict=True)
     }
     member = prompt(kind, ROUNDS, max_length, fields)
-    rendered: list[str] = []
-    template_of = member._truncation._template  # type: ignore[union-attr]
-    render = template_of.render
-    object.__setattr__(template_of, "render", lambda row: rendered.append(render(row)) or rendered[-1])  # type: ignore[func-returns-value]
+    rendered = rendered_by(member)
     got = member.encode([row])
     assert not got.problems
     assert got.lengths[0] <= max_length
@@ -344,10 +347,7 @@ def test_a_chat_and_its_instruction_stay_whole_around_columns_that_are_cut(
         return [*known.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)]
 
     whole = chat(str(member.render(row)))
-    seen: list[str] = []
-    template_of = member._truncation._template  # type: ignore[union-attr]
-    render = template_of.render
-    object.__setattr__(template_of, "render", lambda row: seen.append(render(row)) or seen[-1])  # type: ignore[func-returns-value]
+    seen = rendered_by(member)
     got = member.encode([row])
     if len(whole) <= max_length:
         assert ids(got) == whole
