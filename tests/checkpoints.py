@@ -15,13 +15,12 @@ import numpy.typing as npt
 
 from bench.tokenizer import save_tokenizer
 from ensemble.members import questions
-from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
 from ensemble.members.huggingface.spec import BACKBONE, CLASSIFIER, LANGUAGE_MODEL
 from ensemble.members.questions import Answer, Question
 from ensemble.members.seq_cls.parent import SequenceClassifierSettings
 
 if TYPE_CHECKING:
-    from ensemble.members.huggingface.checkpoint.description import Description
+    from ensemble.members.huggingface.checkpoint.facts import Architecture, Facts
     from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 
 WORDS = (
@@ -34,26 +33,26 @@ def answers_of_this_process(module: str, asked: Sequence[Question]) -> list[Answ
     """Answer as the process of a module such as ``loading/describe.py`` does."""
     describe = import_module(module).describe
     lines = [
-        json.dumps(describe({"folder": str(question.folder), **question.arguments}), default=str)
-        for question in asked
+        json.dumps(describe({"folder": str(item.folder), **item.names, **item.arguments}), default=str)
+        for item in asked
     ]
     return [Answer(json.loads(line)) for line in lines]
 
 
-def described(folder: Path, auto_class: str = CLASSIFIER, **keys: Any) -> Description:
-    """What transformers says of a checkpoint."""
-    from ensemble.members.huggingface.checkpoint.description import checkpoint_question, describe
+def facts_of(folder: Path, auto_class: str = CLASSIFIER, **keys: Any) -> Facts:
+    """What transformers makes of a checkpoint."""
+    from ensemble.members.huggingface.checkpoint.inspect import ask_facts, checkpoint_question
 
     settings = {"name": "m", "model_name_or_path": str(folder), "text_column": "text", **keys}
     model = SequenceClassifierSettings.model_validate(settings)
-    return describe(checkpoint_question(model, folder, auto_class))
+    return ask_facts(checkpoint_question(model, folder, auto_class))
 
 
 def prime(folder: Path, *auto_classes: str) -> Path:
     """Ask about a checkpoint in this process, where tests do so, and let commands find the answers."""
     if questions.ask_process is answers_of_this_process:
         for auto_class in auto_classes or (CLASSIFIER, LANGUAGE_MODEL, BACKBONE):
-            described(folder, auto_class)
+            facts_of(folder, auto_class)
     return folder
 
 
@@ -61,10 +60,9 @@ def architecture_of(config: Any) -> Architecture:
     """The numbers of a model that is never made, by its config."""
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        stored = json.loads((Path(folder) / "config.json").read_text())
-        numbers = read_architecture(stored, described(Path(folder)))
-    assert numbers is not None
-    return numbers
+        architecture = facts_of(Path(folder)).architecture
+    assert architecture is not None
+    return architecture
 
 
 def make_texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:

@@ -15,7 +15,6 @@ from ensemble.common.text import duration, gib, listed, plural, rate, shown_path
 from ensemble.config import MemberConfig
 from ensemble.config.schema import TrainConfig
 from ensemble.config.values import weight_text
-from ensemble.members.base import NOT_ASKED
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.trained_members import missing_parts
 from ensemble.pipeline.training_dir import Part, TrainingDir
@@ -83,11 +82,7 @@ def validate(prepared: Prepared) -> Iterator[str | Table]:
     if rules is not None:
         for number, (rule, rows) in enumerate(zip(rules.rules, rules.rows, strict=True)):
             yield rule_text(number, rule, int(rows.sum()), table.rows)
-    not_asked = [text.partition(f": {NOT_ASKED}")[0] for text in prepared.warnings if NOT_ASKED in text]
-    passed = "All checks passed."
-    if not_asked:
-        passed = f"not checked: {listed(not_asked, 10, str)}, as said above. All other checks passed."
-    yield f"{passed} A run would write its results to {shown_path(config.output_dir)}"
+    yield f"All checks passed. A run would write its results to {shown_path(config.output_dir)}"
 
 
 def _how(model: ModelPlan) -> str:
@@ -265,13 +260,13 @@ def _memory_cells(model: ModelPlan) -> list[str]:
     room = [] if fit is None else [gib(fit.room_bytes), _VERDICTS[fit.verdict]]
     if needed is not None:
         tokens = _batch_tokens(fit, needed.width)
-        per_token, per_pair = needed.activation.line(needed.width)
+        activation, width = needed.activation, needed.width
         return [
             _count(needed.weights.parameters),
             gib(needed.weights.bytes),
             f"{tokens:,}",
-            gib(per_token * tokens + needed.activation.fixed_bytes),
-            gib(per_pair * tokens * needed.width),
+            gib(activation.bytes(tokens, width) - activation.bytes_per_token_pair * tokens * width),
+            gib(activation.bytes_per_token_pair * tokens * width),
             gib(needed.context_bytes),
             gib(needed.peak_bytes(model.gpus, tokens)),
             *room,

@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from ensemble.data.row_files import FileCells
 
 
-# What a warning says of files that only their library could check, behind their name and a colon.
-NOT_ASKED = "transformers could not be asked"
-
-
 @dataclass(frozen=True)
 class Inspection:
     """Hold what is known of a member without computing anything.

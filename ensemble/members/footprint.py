@@ -22,8 +22,6 @@ MIN_STAGE_TOKENS = 2048
 RESERVE_SHARE = 0.05
 # A GPU's compute capability, such as (8, 0).
 Capability = tuple[int, int]
-# Narrower rows count as this wide in ``Activation.line``.
-_MIN_WIDTH = 16
 
 
 def coarse_room(room_bytes: int) -> int:
@@ -53,50 +51,25 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Hold the bytes alive at a moment of the forward pass: per padded token, pair of a row's tokens, and row."""
+class Activation:
+    """Calculate the peak memory of a forward pass without the weights; ``fixed_bytes`` whatever the batch."""
 
     bytes_per_token: float
-    bytes_per_token_pair: float
+    bytes_per_token_pair: float = 0.0
     bytes_per_row: float = 0.0
+    fixed_bytes: int = 0
 
-
-@dataclass(frozen=True)
-class Activation:
-    """Calculate the peak memory of a forward pass without the weights: the largest of its stages.
-
-    ``fixed_bytes`` does not depend on the batch.
-    """
-
-    stages: tuple[Stage, ...]
-    fixed_bytes: int
+    def per_token(self, width: int) -> float:
+        """Return the bytes of a padded token in rows ``width`` tokens wide."""
+        return self.bytes_per_token + self.bytes_per_token_pair * width + self.bytes_per_row / width
 
     def bytes(self, padded_tokens: int, width: int) -> int:
         """Return the bytes for a batch of ``padded_tokens``, with rows ``width`` tokens wide."""
-        return self.fixed_bytes + math.ceil(padded_tokens * self._per_token(width))
+        return self.fixed_bytes + math.ceil(padded_tokens * self.per_token(width))
 
     def max_tokens(self, available_bytes: int, width: int) -> int:
         """Return the most padded tokens that fit into ``available_bytes``, with rows ``width`` tokens wide."""
-        return max(0, int((available_bytes - self.fixed_bytes) / self._per_token(width)))
-
-    def line(self, width: int) -> tuple[float, float]:
-        """Return bytes per token and per token pair, without the fixed bytes: a line that replaces the stages.
-
-        The line is exact for rows ``width`` tokens wide and never too low for narrower ones, since the maximum of
-        the stages is convex in the width and the line is its chord.
-        """
-        if width <= _MIN_WIDTH:
-            return self._per_token(width), 0.0
-        narrow, wide = self._per_token(_MIN_WIDTH), self._per_token(width)
-        slope = (wide - narrow) / (width - _MIN_WIDTH)
-        # Where the bytes per row outweigh those per pair, the line falls and the narrowest rows decide.
-        return (narrow - slope * _MIN_WIDTH, slope) if slope >= 0 else (narrow, 0.0)
-
-    def _per_token(self, width: int) -> float:
-        return max(
-            stage.bytes_per_token + stage.bytes_per_token_pair * width + stage.bytes_per_row / width
-            for stage in self.stages
-        )
+        return max(0, int((available_bytes - self.fixed_bytes) / self.per_token(width)))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Ask one short process what only the library of members' files can tell, and keep its answers.
 
 The parent imports neither torch nor transformers, so a process that does answers for all members of a config at
-once.  Its answers are kept in the user's cache, by the content of the files that they depend on.
+once.  Answers without problems are kept in the user's cache, by the content of the files that they depend on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,12 +22,12 @@ from ensemble.common.packages import installed_versions
 from ensemble.common.python_process import python_command, python_environment
 
 # For the start of its process, which imports torch, and for each question; on a busy machine.
-TIMEOUT_SECONDS, SECONDS_PER_QUESTION = 60.0, 30.0
+TIMEOUT_SECONDS, SECONDS_PER_QUESTION = 300.0, 30.0
 # Names another folder than the user's cache.
 CACHE = "ENSEMBLE_CACHE"
 _NO_NETWORK = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-# Fields that say why something cannot be used, which a package or a file may mend that the key does not know.
-_REFUSALS = ("config_error", "model_error", "problem", "problems")
+# How much of a file with weights is read for a question's key: the header of safetensors.
+_BEGINNING_BYTES = 1 << 20
 # Nobody sees its output, and no device is needed.
 _QUIET = {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "warning", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -37,9 +37,11 @@ class Question:
     """Hold what a process of ``module`` is asked about a folder.
 
     Attributes:
-        module: its ``main`` reads a JSON list of questions and writes a line of JSON with the answer to each.
+        module: its ``main`` reads a JSON list of questions and writes a line of JSON with the answer to each.  A
+            file or a package that the key does not know may mend ``problems`` of an answer: those are asked again.
         arguments: as JSON can hold them; the answer depends on them and not on the folder's name.
-        files: those that the answer depends on.
+        names: further arguments, of which only the words of problems depend.
+        files, weights: those that the answer depends on; of weights on their headers.
         packages: whose versions the answer depends on.
     """
 
@@ -48,15 +50,22 @@ class Question:
     arguments: Mapping[str, Any]
     files: tuple[Path, ...]
     packages: tuple[str, ...]
+    names: Mapping[str, str] = field(default_factory=dict)
+    weights: tuple[Path, ...] = ()
 
     def key(self) -> str:
         """Return a digest of all that the answer depends on; raise OSError if a file cannot be read."""
         digest = sha256()
         spec = find_spec(self.module)
-        sources = [] if spec is None or spec.origin is None else [Path(spec.origin)]
-        for path in (*sources, *self.files):
+        sources = [] if spec is None or spec.origin is None else sorted(Path(spec.origin).parent.glob("*.py"))
+        limits = {
+            **dict.fromkeys((*sources, *self.files), -1),
+            **dict.fromkeys(self.weights, _BEGINNING_BYTES),
+        }
+        for path, limit in limits.items():
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            digest.update(path.read_bytes())
+            with path.open("rb") as file:
+                digest.update(file.read(limit))
         versions = installed_versions(self.packages)
         digest.update(json.dumps([self.arguments, versions], sort_keys=True, default=str).encode())
         return digest.hexdigest()
@@ -70,40 +79,43 @@ class Answer:
     failure: str = ""
 
 
-# The answers of this process, by the question's key; the cache on disk may be unwritable.
-_answers: dict[str, Answer] = {}
+# The answers of this process, by the question's key and folder; the cache on disk may be unwritable.
+_answers: dict[tuple[str, Path], Answer] = {}
 
 
 def ask(questions: Sequence[Question]) -> list[Answer]:
     """Return the answers, in order; one process for each module gives those that are not kept yet."""
-    keys: list[str | None] = []
-    open_questions: dict[str, Question] = {}
+    places: list[tuple[str, Path] | None] = []
+    open_questions: dict[tuple[str, Path], Question] = {}
     for question in questions:
-        key = None
+        place = None
         with contextlib.suppress(OSError):
-            key = question.key()
-        keys.append(key)
-        if key is not None and key not in _answers:
-            with contextlib.suppress(OSError, ValueError):
-                _answers[key] = Answer(json.loads(_cached(key).read_text(encoding="utf-8")))
-        if key is not None and key not in _answers:
-            open_questions[key] = question
+            place = question.key(), question.folder
+        places.append(place)
+        if place is not None and place not in _answers:
+            try:
+                _answers[place] = Answer(json.loads(_cached(place[0]).read_text(encoding="utf-8")))
+            except (OSError, ValueError):
+                open_questions[place] = question
     for module in dict.fromkeys(question.module for question in open_questions.values()):
-        of_module = {key: question for key, question in open_questions.items() if question.module == module}
+        of_module = {
+            place: question for place, question in open_questions.items() if question.module == module
+        }
         _answers.update(zip(of_module, ask_process(module, [*of_module.values()]), strict=True))
-        for key in of_module:
-            fields = _answers[key].fields or {}
-            parts = (fields, fields.get("reader", {}))
-            if fields and not any(part.get(name) for part in parts for name in _REFUSALS):
+        for place in of_module:
+            fields = _answers[place].fields
+            if fields is not None and not any(fields[key] for key in fields if key.endswith("problems")):
                 with contextlib.suppress(OSError):
-                    _cached(key).parent.mkdir(parents=True, exist_ok=True)
-                    write_text(_cached(key), json.dumps(fields))
-    return [Answer(None, "its files cannot be read") if key is None else _answers[key] for key in keys]
+                    _cached(place[0]).parent.mkdir(parents=True, exist_ok=True)
+                    write_text(_cached(place[0]), json.dumps(fields))
+    return [
+        Answer(None, "its files cannot be read") if place is None else _answers[place] for place in places
+    ]
 
 
 def ask_process(module: str, questions: Sequence[Question]) -> list[Answer]:
     """Start a process that answers the questions; those behind a failure stay without an answer."""
-    asked = [{"folder": str(question.folder), **question.arguments} for question in questions]
+    asked = [{"folder": str(item.folder), **item.names, **item.arguments} for item in questions]
     failure = ""
     timeout = TIMEOUT_SECONDS + SECONDS_PER_QUESTION * len(questions)
     try:

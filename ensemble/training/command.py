@@ -104,8 +104,7 @@ def trained(
     config, asked = loaded.config, asked or Asked()
     if not config.trained_members:
         raise ConfigError("models: no member has train, so that there is nothing to train; give it to one")
-    for warning in check_trainings(loaded):
-        display.say(warning)
+    check_trainings(loaded)
     data = read_training_data(loaded)
     if asked.fold is not None and not 0 <= asked.fold < data.splits:
         raise ConfigError(f"--fold: the folds are 0 to {data.splits - 1}, not {asked.fold}")
@@ -225,7 +224,9 @@ def preview_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
     remark = _taken_as_sealed(loaded)
     if remark:
         return loaded, [remark]
-    sentences, data = check_trainings(loaded), read_training_data(loaded)
+    check_trainings(loaded)
+    sentences: list[str] = []
+    data = read_training_data(loaded)
     trainings = [as_it_stands(files, training) for training in _trainings(config, files, data)]
     outdated: dict[str, dict[int | None, str]] = {}
     for name, group in itertools.groupby(trainings, lambda training: training.model.name):
@@ -242,8 +243,8 @@ def preview_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
     return replace(loaded, outdated=outdated), [*filter(None, sentences), *data.remarks]
 
 
-def check_trainings(loaded: LoadedConfig) -> list[str]:
-    """Check all that shows before a training begins, and return warnings.
+def check_trainings(loaded: LoadedConfig) -> None:
+    """Check all that shows before a training begins.
 
     Raises:
         ConfigError: with every problem, each with its key.
@@ -268,7 +269,6 @@ def check_trainings(loaded: LoadedConfig) -> list[str]:
         )
     if problems:
         raise ConfigError(problems)
-    return [f"{key}: {text}" for key, training in from_base.items() for text in training.warnings()]
 
 
 def disk_of_trainings(

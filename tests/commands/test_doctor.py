@@ -37,6 +37,7 @@ from ensemble.common.packages import Requirement
 from ensemble.common.python_process import python_command
 from ensemble.common.text import not_attached
 from ensemble.worker.probe import probe, product_error
+from tests.checkpoints import prime
 from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Memory, NvmlSim, gpu_uuid, gpus
 from tests.oom.limit import AllocatorLimit
 from tests.project import ROOT, Project
@@ -144,6 +145,7 @@ def test_with_a_config_all_is_said_that_validate_says(
         saved = Path(shutil.copytree(project.models / "llama", project.folder / name))
         config = json.loads((saved / "config.json").read_text())
         (saved / "config.json").write_text(json.dumps({**config, **change}))
+        prime(saved)
     models = [{"name": name.split()[1], "model_name_or_path": f"./{name}"} for name in changes]
     llama = {"name": "llama", "model_name_or_path": str(project.models / "llama")}
     mapped = {**llama, "model_kwargs": {"device_map": "auto"}}
@@ -156,7 +158,7 @@ def test_with_a_config_all_is_said_that_validate_says(
     message = " ".join(done.stdout.split())
     problems = [line.removeprefix("error: ") for line in validated.stderr.splitlines()]
     for words in ("the labels of", "needs the package aqlm", "device_map", "output_dir: "):
-        assert any(words in problem for problem in problems)
+        assert any(words in problem for problem in problems), problems
     for problem in problems:
         text, _, advice = problem.rpartition("; ")
         assert (f"problem {text} -> {advice} " if text else f"problem {problem} ") in message

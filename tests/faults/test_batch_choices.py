@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ensemble.members.huggingface.memory.sizes import cuda_context_bytes
+from ensemble.members.huggingface.memory import cuda_context_bytes
 from tests.checkpoints import WORDS, make_checkpoint
 from tests.faults.chunky import chunky_config, ids_of, results, word
 from tests.faults.forked.runs import ForkedRuns

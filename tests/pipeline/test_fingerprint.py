@@ -224,8 +224,8 @@ def test_the_tokenizers_own_settings_spelt_out(make: Make, own_llama: Path) -> N
     assert not same(max_length=1024)
     settings(model_max_length=4096.0)
     assert same(max_length=1024)
-    settings(model_max_length=None)  # then the tokenizer's class may say
-    assert not same(max_length=1024)
+    settings(model_max_length=None)  # then the tokenizer's class says
+    assert same(max_length=1024)
     settings(model_max_length=64)
     assert not same(max_length=64, tokenizer_kwargs={"model_max_length": 32})
 

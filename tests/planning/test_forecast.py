@@ -93,7 +93,7 @@ def test_a_guess_counts_what_is_multiplied() -> None:
 
     def guess(embeddings: int, gpus: int = 0) -> Speed:
         weights = Weights(10**9, 4 * 10**9, 10**8, embeddings)
-        needed = Footprint(weights, Activation((), 0), 0, 0, "float32", "none", "sdpa", 512)
+        needed = Footprint(weights, Activation(0.0), 0, 0, "float32", "none", "sdpa", 512)
         return guessed_speed(needed, gpus)
 
     whole, half = guess(0), guess(10**9 // 2)

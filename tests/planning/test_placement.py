@@ -12,7 +12,7 @@ import pytest
 
 from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
 from ensemble.common.gpus import Device
-from ensemble.members.huggingface.memory.estimate import CheckpointMemory, checkpoint_memory
+from ensemble.members.huggingface.memory import CheckpointMemory, checkpoint_memory
 from ensemble.members.huggingface.spec import choose_dtype, is_soft_capped
 from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.planning.forecast import Speed

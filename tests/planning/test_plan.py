@@ -12,7 +12,7 @@ import pytest
 from ensemble.common.gpus import Device
 from ensemble.config import RunConfig
 from ensemble.members.base import ResourceRequest
-from ensemble.members.huggingface.memory.estimate import CheckpointMemory
+from ensemble.members.huggingface.memory import CheckpointMemory
 from ensemble.members.seq_cls.parent import SequenceClassification, SequenceClassifierSettings
 from ensemble.planning.chunks import cut_chunks
 from ensemble.planning.placement import ModelFacts

@@ -31,7 +31,8 @@ QUICK = (
     "tests/releases",
     "tests/members/huggingface/loading/test_adapter.py",
     "tests/members/huggingface/loading/test_quantization.py",
-    "tests/members/huggingface/memory",
+    "tests/members/huggingface/test_memory.py",
+    "tests/members/huggingface/test_memory_of_adapters.py",
 )
 WHOLE = (
     *(

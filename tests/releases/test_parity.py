@@ -31,7 +31,7 @@ TEXTS = make_texts(24, longest=40)
 
 def planned_attention(folder: Path) -> str:
     """What ``plan`` says that a member of this checkpoint takes on a CPU."""
-    from ensemble.members.huggingface.memory.estimate import checkpoint_memory
+    from ensemble.members.huggingface.memory import checkpoint_memory
     from ensemble.members.seq_cls.parent import SequenceClassifierSettings
     from tests.checkpoints import inspect_folder
 

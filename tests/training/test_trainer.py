@@ -20,10 +20,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trai
 from ensemble.common.protocol import ChunkDone, Predict
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.causal_lm.predictor import CausalMember
+from ensemble.members.huggingface.spec import CLASSIFIER
 from ensemble.members.huggingface.training import trainer as module
-from ensemble.members.huggingface.training.arguments import training_arguments
+from ensemble.members.huggingface.training.arguments import judge_training, training_arguments
 from ensemble.members.huggingface.training.program import lacks_memory
-from ensemble.members.huggingface.training.questions import describe
 from ensemble.members.huggingface.training.steps import NotFinite, StepTrainer, divide, epoch_steps, make_plan
 from ensemble.members.huggingface.training.trainer import TrainerSpec, Training
 from ensemble.members.seq_cls.parent import SequenceClassifierSettings
@@ -275,8 +275,6 @@ def test_pairs_are_learnt_with_the_segment_ids_with_which_the_result_predicts(
     train = LORA if method == "lora" else FAST
     member = {"text_column": ["text", "other"]}
     spec = make_spec(tmp_path, base, TEXTS, TARGETS, others=TEXTS[::-1], train=train, member=member)
-    # Those that were learnt without are made again, and no others.
-    assert spec["settings"]["member"].get("asks_for_segments", False) == is_asked
     training = prepare(spec)
     training.train()
     batch = training.examples.batch(np.arange(len(TEXTS)))
@@ -299,16 +297,12 @@ def test_a_lora_config_as_peft_saves_it_trains_what_its_keys_train(bert: Path, t
     outs = []
     for name, lora in (("keys", keys), ("saved", saved)):
         spec = make_spec(tmp_path / name, bert, TEXTS, TARGETS, train={**LORA, "lora_config": lora})
-        question = {
-            "training_arguments": {},
-            "lora_config": spec["train"]["lora_config"],
-            "folder": str(bert),
-            "auto_class": "AutoModelForSequenceClassification",
-            "peft_task": "SEQ_CLS",
-        }
-        answer = describe(question)
-        assert answer["problems"] == []
-        assert answer["trainable"] > 0
+        training = {"training_arguments": {}, "lora_config": spec["train"]["lora_config"]}
+        model = AutoModelForSequenceClassification.from_pretrained(bert)
+        problems, trainable = judge_training(training, CLASSIFIER, model)
+        assert problems == []
+        assert trainable is not None
+        assert trainable > 0
         outs.append(files(run(spec))["adapter_model.safetensors"])
     assert outs[0] == outs[1]
 

@@ -27,13 +27,10 @@ from ensemble.members.huggingface.checkpoint.inspect import (
     read_checkpoint,
     row_limit,
 )
-from ensemble.members.huggingface.memory.estimate import checkpoint_memory
+from ensemble.members.huggingface.memory import checkpoint_memory
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.settings import TextSettings
 from ensemble.members.huggingface.spec import CHILD, LANGUAGE_MODEL
-
-_OTHER_HEADS = ("ForSequenceClassification", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
-
 
 # Behind these a word has a space before it.
 _BEFORE_SPACE = ":;,.?!"
@@ -167,32 +164,15 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
 
     def inspect(self, columns: OutputColumns) -> Checkpoint:
         model = self.settings
-        name = model.model_name_or_path
-        files = read_checkpoint(model, self.auto_class)
-        checkpoint = files.checkpoint(model, "softmax", tuple(range(len(columns.labels))))
+        checkpoint = read_checkpoint(model, self.auto_class)
         problems = [*token_problems(self._label_ids(checkpoint), {}, model.single_token)]
-        other_head = next((head for head in _OTHER_HEADS if files.architecture.endswith(head)), None)
-        if other_head is not None:
-            task = " (task_type: seq_cls runs it)" if other_head == _OTHER_HEADS[0] else ""
-            problems.append(
-                f"{name} ({files.architecture}) has no head over the vocabulary; name a language model{task}"
-            )
-        if files.config.get("is_encoder_decoder"):
-            problems.append(
-                f"{name} is an encoder with a decoder; causal_lm runs models that are decoders alone"
-            )
-        if files.described.is_encoder:
-            problems.append(
-                f"{name} ({files.architecture}) is an encoder: its tokens see those behind them, and what comes "
-                "next cannot be asked of it; name a language model"
-            )
         if problems:
             raise CheckpointError(problems)
-        return checkpoint
+        return replace(checkpoint, activation="softmax", label_order=tuple(range(len(columns.labels))))
 
     def _label_ids(self, inspected: Checkpoint) -> dict[str, Sequence[int]]:
         """Return the tokens of each label's text; empty where only the worker can tell."""
-        return dict(zip(self.settings.label_tokens, inspected.described.reader.text_ids, strict=False))
+        return dict(zip(self.settings.label_tokens, inspected.facts.text_ids, strict=False))
 
     def prompt_warnings(self, prompt: str) -> Iterator[str]:
         texts = self.settings.label_tokens.values() if self.settings.label_behind_prompt else ()
@@ -214,7 +194,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             positions = max(map(len, ids.values())) if ids else max(len(text.encode()) for text in texts)
         memory = checkpoint_memory(self.settings, inspected, lengths, labels, vocabulary_positions=positions)
         # Counts all text of the template, although only the text before the first column is shared.
-        text_ids = inspected.described.reader.text_ids[len(self.settings.label_tokens) :]
+        text_ids = inspected.facts.text_ids[len(self.settings.label_tokens) :]
         fixed_tokens = len(text_ids[0] if text_ids else self.settings.fixed_text.encode())
         return replace(
             memory,

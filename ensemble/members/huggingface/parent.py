@@ -16,15 +16,14 @@ from ensemble.common.host import is_wsl
 from ensemble.common.packages import installed_versions
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
 from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, MemoryEstimate
-from ensemble.members.huggingface.checkpoint import tokenizer_files
-from ensemble.members.huggingface.checkpoint.description import (
+from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
+from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, hub_folder
+from ensemble.members.huggingface.checkpoint.inspect import (
+    Checkpoint,
     adapter_tokenizers,
     checkpoint_question,
     tokenizer_folder,
 )
-from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
-from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, hub_folder
-from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.quantization_methods import (
     package_of,
     quantization_problems,
@@ -37,7 +36,6 @@ from ensemble.members.huggingface.spec import (
     CheckpointSettings,
     ModelSettings,
     choose_compute_dtype,
-    is_soft_capped,
     too_much_text,
     without_fetching,
 )
@@ -59,7 +57,7 @@ _VERBATIM_KEYS = set(
     "add_special_tokens truncation_side truncation choices".split()
 )
 # Keys that the parent decides for all workers where the config does not.
-_DECIDED_KEYS = ("dtype", "attn_implementation", "max_length")
+_DECIDED_KEYS = ("dtype", "attn_implementation")
 # The time without torch.compile: compiling takes 20 to 25 s and has saved 4 to 36 % (docs/tuning.md).
 _COMPILING_PAYS_FROM_SECONDS = 120.0
 _NO_LOADING_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -126,8 +124,9 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             if key in model.model_kwargs:
                 yield f"model_kwargs.{key}: use the model's own key {key} instead"
         stored = inspected.quantization if inspected is not None else None
-        allowed = inspected.described.quantization if inspected is not None else {}
-        yield from quantization_problems(model.quantization_config, stored, model.merge_adapter, allowed)
+        if inspected is not None:
+            yield from inspected.facts.key_problems
+        yield from quantization_problems(model.quantization_config, stored, model.merge_adapter)
         for package, key in self.packages(inspected):
             if not installed_versions([package]):
                 name = key.removeprefix(".") if key.startswith(".") else "model_name_or_path"
@@ -201,13 +200,13 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         ]
 
     def _attentions(self, inspected: C, on_gpu: bool, ran_with: RanWith) -> Sequence[Candidate]:
-        config = inspected.folder / "config.json"
-        if not config.is_file() or inspected.described.supports_sdpa is False:
+        architecture = inspected.facts.architecture
+        if architecture is None or architecture.supports_sdpa is False:
             return ()
         names = ["sdpa", "eager"]
         if on_gpu and importlib.util.find_spec("flash_attn") is not None and ran_with.dtype != "float32":
             names.append("flash_attention_2")
-        if is_soft_capped(inspected.described.numbers or read_json(config)):
+        if architecture.soft_capping:
             names[0] = CAPPED_BLOCKS  # sdpa leaves out the cap
         current = ran_with.attention or names[0]
         return [Candidate(name, {"attn_implementation": name}) for name in names if name != current]
@@ -241,7 +240,6 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
     ) -> dict[str, Any]:
         """Return settings for workers: keys of the config, what follows from the others, and ``further`` ones."""
         model, footprint = self.settings, assigned.footprint
-        per_token, per_pair = footprint.activation.line(footprint.width) if footprint else (None, None)
         values: dict[str, Any] = {
             **model.model_dump(include={field.name for field in fields(settings_class)}),
             "auto_class": self.auto_class,
@@ -257,9 +255,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             "token_budget": model.max_num_batched_tokens,
             "max_memory": model.max_memory and {str(key): size for key, size in model.max_memory.items()},
             "offload_folder": None if offload_folder is None else str(offload_folder.resolve()),
-            "bytes_per_token": per_token,
-            "bytes_per_token_pair": per_pair,
-            "fixed_bytes": footprint.activation.fixed_bytes if footprint else 0,
+            **(asdict(footprint.activation) if footprint else {}),
             "width": footprint.width if footprint else None,
             **further,
         }
@@ -333,7 +329,7 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
 
     def warnings(self, inspected: Checkpoint) -> Iterator[str]:
         yield from super().warnings(inspected)
-        tokens, positions = self.settings.max_length, inspected.described.max_positions
+        tokens, positions = self.settings.max_length, inspected.facts.max_positions
         if tokens and positions and tokens > positions:
             yield f"max_length: {tokens} is more than the {positions} positions of the model; rows are cut to these"
         if self.settings.truncation is None and not self.cuts_beginning:
@@ -341,8 +337,8 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
 
     def _too_long_texts(self, inspected: Checkpoint) -> Iterator[str]:
         """Yield a sentence for each template whose text for every row is longer than a prompt may be."""
-        tokens = self._max_length(inspected)
-        ids, labels = inspected.described.reader.text_ids, len(getattr(self.settings, "label_tokens", ()))
+        tokens = self.settings.max_length or inspected.facts.max_length
+        ids, labels = inspected.facts.text_ids, len(getattr(self.settings, "label_tokens", ()))
         if tokens is None:
             return
         # All tokens of a label but its last follow the prompt.
@@ -356,7 +352,7 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int
     ) -> MemoryEstimate | None:
         # Imported late because it imports NumPy: a typo in a key is reported at once.
-        from ensemble.members.huggingface.memory.estimate import checkpoint_memory
+        from ensemble.members.huggingface.memory import checkpoint_memory
 
         return checkpoint_memory(self.settings, inspected, lengths, labels)
 
@@ -365,9 +361,8 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         return {
             **super().fingerprint(inspected, assigned),
             "text_columns": model.text_columns,
-            "max_length": self._max_length(inspected),
+            "max_length": model.max_length or inspected.facts.max_length,
             "tokenizer_kwargs": without_fetching(model.tokenizer_kwargs),
-            "asks_for_segments": self._may_ask_for_segments(inspected),
         }
 
     def worker_settings(
@@ -380,7 +375,6 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
             assigned,
             offload_folder,
             text_columns=model.text_columns,
-            max_length=self._max_length(inspected),
             job_templates=tuple(view.changes.get("prompt_template") for view in model.counted_views)
             or (None,),
         )
@@ -406,15 +400,11 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         base = type(self)(model.model_copy(update=of_base))
         inspected = Checkpoint("none", tuple(range(len(labels))), "", (), folder=folder)
         assigned = Assigned(gpus=0, dtype=model.dtype, attention=model.attn_implementation)
-        settings = base.worker_settings(inspected, assigned, None)
-        # What is saved whole is of transformers 5, where runs do not ask for them.
-        if model.train.method != "full" and base._may_ask_for_segments(inspected):
-            settings = {**settings, "asks_for_segments": True}
         return {
             "predictor": self.child.partition(":")[2],
             "examples": self.examples,
             "problem_type": getattr(model, "problem_type", None),
-            "member": settings,
+            "member": base.worker_settings(inspected, assigned, None),
         }
 
     def content(self, inspected: Checkpoint, files: FileDigests) -> Mapping[str, str]:
@@ -427,26 +417,6 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
             tokenizer_digest(own, {}, files)
         # An adapter on the hub may have a tokenizer, which only the worker fetches; its commit is in the weights.
         return {**super().content(inspected, files), "tokenizer": digest_of([commit, tokenizer])}
-
-    def _may_ask_for_segments(self, inspected: Checkpoint) -> bool:
-        """Return whether the worker asks the tokenizer for segment ids, as far as files tell."""
-        config = read_json(inspected.folder / "config.json")
-        tokenizer = read_json(tokenizer_folder(self.settings, inspected.folder) / "tokenizer_config.json")
-        release, texts = config.get("transformers_version"), len(self.settings.text_columns)
-        is_lost = tokenizer_files.loses_segments(tokenizer.get("tokenizer_class"))
-        return is_lost and bool(tokenizer_files.has_learnt_segments(config, release, texts))
-
-    def _max_length(self, inspected: Checkpoint) -> int | None:
-        """Return the tokens that a row may have; None where only the worker's tokenizer tells."""
-        model = self.settings
-        if model.max_length:
-            return model.max_length
-        # The files do not tell if the tokenizer has settings or code of its own, or may still be on the hub.
-        if without_fetching(model.tokenizer_kwargs) or model.trust_remote_code:
-            return None
-        folder, adapter = tokenizer_folder(model, inspected.folder), next(iter(adapter_tokenizers(model)), "")
-        is_here = Path(model.model_name_or_path).is_dir() and (not adapter or Path(adapter).is_dir())
-        return tokenizer_files.own_max_length(folder) if folder != inspected.folder or is_here else None
 
 
 def _for_worker(adapter: AdapterSource | None) -> AdapterSource | None:

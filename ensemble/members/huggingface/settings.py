@@ -30,11 +30,10 @@ from ensemble.config.values import (
     Text,
 )
 from ensemble.members.huggingface.checkpoint.weight_files import NO_GGUF
-from ensemble.members.huggingface.spec import AdapterSource
+from ensemble.members.huggingface.spec import COMMIT, AdapterSource
 
 # Stands for the checkpoint of a member that a command of the user trains.
 TO_BE_TRAINED: Final = "(to be trained)"
-COMMIT: Final = r"[0-9a-fA-F]{40}"
 _PICKLE_ADVICE: Final = "drop this; the model's own key allow_pickle says whether pickles may be read"
 _KERNEL_ADVICE: Final = "runs compiled code from the hub; it needs trust_remote_code: true"
 _MEMBER_KEY_ADVICE: Final = "use the model's own key of this name instead"

@@ -22,6 +22,8 @@ BACKBONE = "AutoModel"
 IMAGE_CLASSIFIER = "AutoModelForImageClassification"
 # Classes whose head has the labels.
 WITH_LABELS = (CLASSIFIER, IMAGE_CLASSIFIER)
+# A revision that nobody can move to other code.
+COMMIT = r"[0-9a-fA-F]{40}"
 # What a training leaves of a head.
 HEAD_FILE = "head.safetensors"
 # Tokens that a row may have where the config does not say, unless the tokenizer has a lower limit.
@@ -67,8 +69,8 @@ class CheckpointSettings:
     """State how to load a checkpoint, whatever it reads, and how large its batches may be.
 
     Beside the weights, a batch of ``padded_tokens`` with rows of ``width`` tokens takes ``padded_tokens *
-    (bytes_per_token + bytes_per_token_pair * width)``, and ``fixed_bytes`` whatever its size; None where the plan
-    does not know the architecture.
+    (bytes_per_token + bytes_per_token_pair * width + bytes_per_row / width)``, and ``fixed_bytes`` whatever its
+    size; None where the plan does not know the architecture.
 
     Attributes:
         auto_class: the class of transformers that loads the checkpoint.
@@ -76,7 +78,7 @@ class CheckpointSettings:
         label_order: ``label_order[j]`` is the model's output column for the config's label ``j``.
         batch_size, token_budget: None: the worker chooses.
         dtype, attn_implementation: the parent's decisions; "auto" and None where files did not tell it enough.
-        asked: which of these two and ``max_length`` the user has set.
+        asked: which of these two the user has set.
         compute_dtype: of stored 4-bit layers; None: as stored, or by ``choose_compute_dtype``.
         max_memory: bytes by the GPU's number within the lease, as text, and by "cpu".
         width: tokens of the longest row, as far as the parent can tell.
@@ -105,9 +107,10 @@ class CheckpointSettings:
     max_memory: dict[str, int] | None
     offload_folder: str | None
     torch_compile: bool = False
-    bytes_per_token: float | None
-    bytes_per_token_pair: float | None
-    fixed_bytes: int
+    bytes_per_token: float | None = None
+    bytes_per_token_pair: float = 0.0
+    bytes_per_row: float = 0.0
+    fixed_bytes: int = 0
     width: int | None
 
 
@@ -134,7 +137,7 @@ class ModelSettings(CheckpointSettings):
     """State how to load and feed a model that reads text; sent as the ``settings`` of a ``WorkerSpec``.
 
     Attributes:
-        max_length: the parent's decision; None where files did not tell it enough.
+        max_length: the user's; None: the tokenizer's own limit.
         truncation: as in the config: ``fields``, with ``share`` and ``keep`` by column, and ``marker``.
         job_templates: the template of each job; None: the member's own.
     """

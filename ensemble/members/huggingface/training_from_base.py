@@ -1,13 +1,12 @@
 """Describe, without torch, the training of a member from a base model: problems, disk, and what it depends on.
 
-transformers and peft are asked in a process of its own (``training/questions.py``).
+The question about the base model asks for the training, too (``training/arguments.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -17,21 +16,18 @@ from ensemble.common.errors import CheckpointError
 from ensemble.common.packages import installed_versions, unsupported
 from ensemble.config import MemberConfig
 from ensemble.config.schema import TrainConfig
-from ensemble.members.base import NOT_ASKED
 from ensemble.members.huggingface.checkpoint.adapter_files import unshared_settings
-from ensemble.members.huggingface.checkpoint.description import Description, checkpoint_question
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
+from ensemble.members.huggingface.checkpoint.facts import Facts
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install
-from ensemble.members.huggingface.checkpoint.inspect import read_checkpoint
+from ensemble.members.huggingface.checkpoint.inspect import checkpoint_question, read_checkpoint
 from ensemble.members.huggingface.parent import TextCheckpoint
-from ensemble.members.huggingface.spec import BACKBONE, CLASSIFIER
-from ensemble.members.questions import Answer, Question, ask
+from ensemble.members.huggingface.spec import BACKBONE
+from ensemble.members.questions import Question
 from ensemble.members.registry import member_kind
 
-_MODULE: Final = "ensemble.members.huggingface.training.questions"
 # The packages of each method; those of "full" come with every installation.
 _PACKAGES: Final = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes"), "head": ("scikit-learn",)}
-_ASKED: Final = ("transformers", "torch", "accelerate", "peft", "bitsandbytes", "pydantic")
 _TRAINER: Final = "ensemble.members.huggingface.training.trainer"
 _HEAD_TRAINER: Final = "ensemble.members.pooled_cls.training"
 _MICRO_BATCH: Final = 8  # where a training begins on a CPU
@@ -43,7 +39,7 @@ _NO_OTHER_MODEL = {"command", "base_model", "num_gpus", "predict_with", "per_dev
 _OF_PREDICTION = frozenset(
     "model_name_or_path revision job_adapters job_templates merge_adapter asked batch_size token_budget "
     "device_map max_memory offload_folder expandable_segments max_split_size_mb torch_compile bytes_per_token "
-    "bytes_per_token_pair fixed_bytes width".split()
+    "bytes_per_token_pair bytes_per_row fixed_bytes width".split()
 )
 
 
@@ -77,32 +73,23 @@ class TrainingFromBase:
         return None
 
     def questions(self) -> Iterator[Question]:
-        """Yield what is asked about the training, and about its base model if that is found."""
-        if self.folder is None:
-            return
-        about_base = checkpoint_question(self._base, self.folder, self._auto_class)
-        if about_base is not None:
-            yield about_base
-        yield self._question(self.folder)
+        """Yield what is asked about the training and its base model if that is found."""
+        if self.folder is not None:
+            yield checkpoint_question(self._base, self.folder, self._auto_class, self._asked)
 
-    def _question(self, folder: Path) -> Question:
-        is_lora = "peft" in self._packages
-        arguments = {
-            "training_arguments": self._train.training_arguments,
-            "lora_config": self._train.lora_config if is_lora and not self._lacking else None,
-            "auto_class": self._auto_class,
-            "peft_task": "SEQ_CLS" if self._auto_class == CLASSIFIER else "CAUSAL_LM",
-        }
-        return Question(_MODULE, folder, arguments, (folder / "config.json",), _ASKED)
+    @property
+    def _asked(self) -> Mapping[str, Any]:
+        has_adapter = "peft" in self._packages and not self._lacking
+        lora_config = self._train.lora_config if has_adapter else None
+        return {"training_arguments": self._train.training_arguments, "lora_config": lora_config}
 
     @cached_property
-    def _found(self) -> tuple[Sequence[str], Description, Answer]:
-        """Return the base model's problems, and what the libraries say of it and of the training."""
+    def _facts(self) -> Facts:
+        """Return what the libraries say of the base model and of the training."""
         try:
-            files = read_checkpoint(self._base, self._auto_class)
+            return read_checkpoint(self._base, self._auto_class, self._asked).facts
         except CheckpointError as error:
-            return error.problems, Description(), Answer({"problems": [], "trainable": None})
-        return (), files.described, ask([self._question(files.folder)])[0]
+            return Facts(problems=error.problems)
 
     def problems(self, key: str) -> Iterator[str]:
         """Yield what is wrong with it, each sentence with its key below ``key``."""
@@ -127,21 +114,13 @@ class TrainingFromBase:
                         f"{key}.lora_config.{name}: peft leaves a part of this to the program that trains, and "
                         "here it would be plain LoRA; drop it, or train by a command"
                     )
-        of_base, _, answer = self._found
-        yield from (f"{key}.base_model: {text}" for text in of_base)
-        yield from (f"{key}.{text}" for text in (answer.fields or {}).get("problems", ()))
-
-    def warnings(self) -> Iterator[str]:
-        failure = self._found[2].failure
-        if failure:
-            yield f"{NOT_ASKED} about it ({failure}); the training checks it when it begins"
+        yield from (f"{key}.base_model: {text}" for text in self._facts.problems)
+        yield from (f"{key}.{text}" for text in self._facts.training_problems)
 
     def disk_bytes(self, count: int) -> int:
         """Return what ``count`` trainings leave on disk, with a save beside it; 0: not known, or a head."""
-        _, described, answer = self._found
-        parameters = (answer.fields or {}).get("trainable") or 0
-        if self._train.method == "full":
-            parameters = sum(math.prod(shape) for shape in described.parameters.values())
+        facts = self._facts
+        parameters = facts.parameters if self._train.method == "full" else facts.trainable or 0
         return parameters * (_WEIGHT_BYTES * count + _SAVE_BYTES * bool(count))
 
     @property

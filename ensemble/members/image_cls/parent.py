@@ -16,7 +16,6 @@ from pydantic import Field
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import CheckpointError
-from ensemble.common.files import read_json
 from ensemble.config import MemberConfig
 from ensemble.config.document import Problem
 from ensemble.config.values import (
@@ -31,14 +30,12 @@ from ensemble.config.values import (
 )
 from ensemble.data.row_files import FileCells
 from ensemble.members.base import Assigned, Draft, OutputColumns, Reads
-from ensemble.members.footprint import Activation, Capability, Footprint, MemoryEstimate, Stage
-from ensemble.members.huggingface.checkpoint.architecture import read_architecture
+from ensemble.members.footprint import Activation, Capability, Footprint, MemoryEstimate
 from ensemble.members.huggingface.checkpoint.digests import hub_commit
 from ensemble.members.huggingface.checkpoint.hub import how_to_install, read_config
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
 from ensemble.members.huggingface.checkpoint.labels import label_names
-from ensemble.members.huggingface.memory.estimate import CheckpointMemory, whole_tensors
-from ensemble.members.huggingface.memory.sizes import DTYPE_BYTES
+from ensemble.members.huggingface.memory import DTYPE_BYTES, CheckpointMemory, whole_tensors
 from ensemble.members.huggingface.parent import HuggingFaceMember
 from ensemble.members.huggingface.settings import HuggingFaceSettings
 from ensemble.members.huggingface.spec import (
@@ -52,8 +49,6 @@ from ensemble.members.huggingface.spec import (
 # Where transformers looks for the image processor's settings (image_processing_auto.py).
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _NO_LIMIT = 1 << 20
-# Tokens for the whole image, in addition to the patches.
-_MORE_TOKENS = 2
 
 
 class ImageClassifierSettings(HuggingFaceSettings):
@@ -120,32 +115,8 @@ class ImageMemory(CheckpointMemory):
         pixel_bytes = self.numbers * (4 + 2 * DTYPE_BYTES[footprint.dtype])
         image_bytes = layers.bytes(self.patches, self.patches) - layers.fixed_bytes + pixel_bytes
         # Batches count an image by its pixels, whatever the model's patches are.
-        activation = Activation((Stage(image_bytes / self.max_length, 0.0),), layers.fixed_bytes)
+        activation = Activation(image_bytes / self.max_length, fixed_bytes=layers.fixed_bytes)
         return replace(footprint, activation=activation, width=self.max_length)
-
-
-def image_memory(model: HuggingFaceSettings, checkpoint: Checkpoint, rows: int, labels: int) -> ImageMemory:
-    """Return what the files of an image classifier's checkpoint tell about its memory."""
-    described = checkpoint.described
-    size, patch = described.numbers.get("image_size"), described.numbers.get("patch_size")
-    # A plain transformer has one table of positions, with a row for each patch.
-    tables = [shape[-2] for name, shape in described.parameters.items() if "position_embedding" in name]
-    patches = numbers = 0
-    if isinstance(size, int) and isinstance(patch, int) and len(tables) == 1:
-        grid = (size // max(1, patch)) ** 2
-        if grid <= tables[0] <= grid + _MORE_TOKENS:
-            patches = grid + _MORE_TOKENS + int(described.numbers.get("num_register_tokens") or 0)
-            numbers = 3 * size * size
-    return ImageMemory(
-        settings=model,
-        lengths=np.ones(rows, dtype=np.int64),
-        num_labels=labels,
-        tensors=whole_tensors(model, checkpoint.folder),
-        architecture=read_architecture(read_json(checkpoint.folder / "config.json"), described),
-        max_length=math.ceil(numbers / NUMBERS_OF_TOKEN) or _NO_LIMIT,
-        patches=patches,
-        numbers=numbers,
-    )
 
 
 class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckpoint]):
@@ -206,7 +177,17 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
     def memory(
         self, inspected: ImageCheckpoint, lengths: npt.NDArray[np.int64], labels: int
     ) -> MemoryEstimate | None:
-        return image_memory(self.settings, inspected, len(lengths), labels)
+        facts = inspected.facts
+        return ImageMemory(
+            settings=self.settings,
+            lengths=np.ones(len(lengths), dtype=np.int64),
+            num_labels=labels,
+            tensors=whole_tensors(self.settings, inspected.folder),
+            architecture=facts.architecture,
+            max_length=math.ceil(facts.image_numbers / NUMBERS_OF_TOKEN) or _NO_LIMIT,
+            patches=facts.patches,
+            numbers=facts.image_numbers,
+        )
 
     def fingerprint(self, inspected: ImageCheckpoint, assigned: Assigned) -> Mapping[str, object]:
         model = self.settings

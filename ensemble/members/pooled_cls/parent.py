@@ -3,6 +3,7 @@
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,19 +13,16 @@ from annotated_types import Gt, Le
 from pydantic import AllowInfNan, BeforeValidator, Field
 
 from ensemble.common.digests import FileDigests
-from ensemble.common.errors import CheckpointError
-from ensemble.common.files import read_json
 from ensemble.config import MemberConfig
 from ensemble.config.document import Problem
 from ensemble.config.values import File, Labels, MustBe, ProblemType, as_label
 from ensemble.members.base import Assigned, OutputColumns
 from ensemble.members.footprint import MemoryEstimate
-from ensemble.members.huggingface.checkpoint.architecture import read_architecture, text_settings
-from ensemble.members.huggingface.checkpoint.description import Description
 from ensemble.members.huggingface.checkpoint.digests import weight_samples
+from ensemble.members.huggingface.checkpoint.facts import Facts
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, read_checkpoint
 from ensemble.members.huggingface.checkpoint.labels import activation_of
-from ensemble.members.huggingface.memory.estimate import checkpoint_memory
+from ensemble.members.huggingface.memory import checkpoint_memory
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.settings import TextSettings, TextView
 from ensemble.members.huggingface.spec import BACKBONE, CHILD
@@ -106,30 +104,21 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
 
     def inspect(self, columns: OutputColumns) -> Checkpoint:
         model, labels = self.settings, columns.labels
-        files = read_checkpoint(model, self.auto_class)
-        if files.config.get("is_encoder_decoder"):
-            raise CheckpointError(
-                f"{model.model_name_or_path} is an encoder with a decoder; pooled_cls runs models that are one of "
-                "the two"
-            )
+        checkpoint = read_checkpoint(model, self.auto_class)
         for view in self._with_heads():
-            view._read_head(files.config, files.described, len(labels))
+            view._read_head(checkpoint.facts, len(labels))
         head_labels = model.head_labels or labels
         label_order = tuple(head_labels.index(label) for label in labels)
-        return files.checkpoint(model, activation_of(model.problem_type, len(labels)), label_order)
+        activation = activation_of(model.problem_type, len(labels))
+        return replace(checkpoint, activation=activation, label_order=label_order)
 
-    def _read_head(self, config: Mapping[str, Any], described: Description, labels: int) -> Head:
-        """Read the head's file; ``config`` is the backbone's ``config.json``."""
-        model, architecture = self.settings, read_architecture(config, described)
-        width = architecture.hidden if architecture is not None else None
-        # Some OPT models end with a projection to the size of the embeddings.
-        projected = text_settings(config).get("word_embed_proj_dim")
-        width = projected if isinstance(projected, int) else width
-        return read_head(model.head, model.head_layers, width, model.model_name_or_path, labels)
+    def _read_head(self, facts: Facts, labels: int) -> Head:
+        """Read the head's file, for a backbone with these facts."""
+        model = self.settings
+        return read_head(model.head, model.head_layers, facts.width, model.model_name_or_path, labels)
 
     def _inspected_head(self, inspected: Checkpoint) -> Head:
-        config = read_json(inspected.folder / "config.json")
-        return self._read_head(config, inspected.described, len(inspected.label_order))
+        return self._read_head(inspected.facts, len(inspected.label_order))
 
     def memory(
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int

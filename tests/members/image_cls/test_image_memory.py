@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ensemble.members.base import OutputColumns
-from ensemble.members.huggingface.memory.estimate import COMPILER_BYTES
+from ensemble.members.huggingface.memory import COMPILER_BYTES
 from ensemble.members.image_cls.parent import (
     ImageCheckpoint,
     ImageClassification,

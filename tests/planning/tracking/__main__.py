@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor
-from ensemble.members.huggingface.memory.sizes import activation, weights
+from ensemble.members.huggingface.memory import activation, weights
+from tests.checkpoints import architecture_of
 from tests.planning.tracking.measure import fake_classifier, peak_bytes
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -68,15 +68,14 @@ def _row(config: Any, attention: str) -> list[str]:
     with torch.device("meta"):
         whole = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
     held = sum(parameter.nbytes for parameter in whole.parameters())
-    architecture = read_architecture(config.to_dict())
-    assert architecture is not None
+    architecture = architecture_of(config)
     tensors = [Tensor(key, "BF16", tuple(value.shape)) for key, value in whole.named_parameters()]
     planned_weights = weights(tensors, architecture, "bfloat16", None, 2).bytes
     if config.model_type != "deberta-v2":  # which keeps every layer's states
         config.num_hidden_layers = min(config.num_hidden_layers, 6)
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: config.num_hidden_layers]
-    planned = activation(architecture, "bfloat16", attention, 2, None, on_gpu=True)
+    planned = activation(architecture, "bfloat16", attention, 2, None, max(width for _, width in BATCHES))
     most = architecture.max_positions or (512 if config.model_type == "deberta-v2" else 1 << 30)
     batches = [(rows, width) for rows, width in BATCHES if width <= most]
     with fake_classifier(config, torch.bfloat16, attention) as (classifier, _):

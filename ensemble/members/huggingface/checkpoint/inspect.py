@@ -1,22 +1,23 @@
-"""Inspect a checkpoint without loading it: its ``config.json``, its small files, and its labels.
+"""Inspect a checkpoint without loading it: what its files say, and what a short process makes of them.
 
-The parent does so before any worker starts, so that a typo costs seconds and not a night.
+The parent does so before any worker starts, so that a typo costs seconds and not a night.  It imports no torch:
+``loading/describe.py`` answers what only transformers can tell.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import read_json
 from ensemble.common.text import gib
-from ensemble.members.base import NOT_ASKED, Inspection
+from ensemble.members.base import Inspection
 from ensemble.members.huggingface.checkpoint.adapter_files import (
+    WEIGHTS,
     Adapter,
     average_problems,
     inspect_adapter,
@@ -25,37 +26,31 @@ from ensemble.members.huggingface.checkpoint.adapter_files import (
     shared_base_problems,
     uses_base_head,
 )
-from ensemble.members.huggingface.checkpoint.description import (
-    Description,
-    adapter_tokenizers,
-    checkpoint_question,
-    describe,
-    description_problems,
-    release_warning,
-    weight_contradictions,
-)
+from ensemble.members.huggingface.checkpoint.facts import Architecture, Facts
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
 from ensemble.members.huggingface.checkpoint.labels import activation_of, label_names, match_labels
-from ensemble.members.huggingface.checkpoint.tokenizer_files import small_file_problems, tokenizer_limit
-from ensemble.members.huggingface.checkpoint.weight_files import (
-    Tensor,
-    read_tensors,
-    weight_files,
-    weight_problems,
+from ensemble.members.huggingface.checkpoint.tokenizer_files import (
+    TOKENIZER_FILES,
+    has_vocabulary,
+    small_file_problems,
+    tokenizer_limit,
 )
-from ensemble.members.huggingface.settings import COMMIT, HuggingFaceSettings
-from ensemble.members.huggingface.spec import CLASSIFIER, IMAGE_CLASSIFIER
+from ensemble.members.huggingface.checkpoint.weight_files import read_tensors, weight_files, weight_problems
+from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
+from ensemble.members.huggingface.spec import CLASSIFIER, tokenizer_names, without_fetching
+from ensemble.members.questions import Question, ask
 
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation
 
+_DESCRIBE = "ensemble.members.huggingface.loading.describe"
+_PACKAGES = tuple(
+    "transformers torch accelerate tokenizers sentencepiece protobuf tiktoken mistral-common timm pillow peft "
+    "bitsandbytes".split()
+)
+_FILES = ("*config.json", "*.index.json", *TOKENIZER_FILES)
 _CROSS_ENCODER_FILE = "config_sentence_transformers.json"
 _ACTIVATIONS: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "none"}
-_IMAGE_READER = "AutoImageProcessor"
-# The class that prepares a model's inputs, and the key with its arguments, where it is not a tokenizer.
-_READERS = {IMAGE_CLASSIFIER: (_IMAGE_READER, "processor_kwargs")}
-# transformers names this argument where it refuses to run code.
-_REFUSED = "trust_remote_code"
 
 
 @dataclass(frozen=True)
@@ -135,145 +130,124 @@ def read_cross_encoder(
     return CrossEncoder(activation, tuple(warnings))
 
 
-def code_problems(
+def checkpoint_question(
     model: HuggingFaceSettings,
     folder: Path,
-    config: Mapping[str, Any],
     auto_class: str,
-    described: Description,
-) -> Iterator[str]:
-    """Yield why a checkpoint's own code cannot or must not run.
-
-    A ``config.json`` can name classes in the checkpoint's Python files (``auto_map``). transformers prefers its own
-    classes where it has them; otherwise it runs those files, or refuses to (dynamic_module_utils.py).
+    training: Mapping[str, Any] | None = None,
+) -> Question:
+    """Return the question about a member's checkpoint.
 
     Args:
-        folder: holds its files.
-        config: its ``config.json``.
+        folder: with its files.
         auto_class: the class of transformers that will load it.
-        described: what transformers says of it.
+        training: ``training_arguments`` and ``lora_config`` of a training that begins with it.
     """
-    # The classes that a member uses, and the key of the config that has their code_revision.
-    reader, key = _READERS.get(auto_class, ("AutoTokenizer", "tokenizer_kwargs"))
-    kinds = {"AutoConfig": "model_kwargs", auto_class: "model_kwargs", reader: key}
-    name = model.model_name_or_path
-    # Each file, and where it was loaded from.
-    files = [(name, config)]
-    files += [(name, read_json(folder / f"{kind}_config.json")) for kind in ("preprocessor", "tokenizer")]
-    for own in filter(None, adapter_tokenizers(model).values()):
-        files.append((str(own), read_json(own / "tokenizer_config.json")))
-    classes = [
-        (place, kind, code) for place, file in files for kind, code in _classes(file).items() if kind in kinds
-    ]
-    codes = {kind: code for _, kind, code in classes}
-    if model.trust_remote_code:
-        unpinned = {}
-        for place, kind, code in classes:
-            # transformers takes "org/name--module.Class" from that repository, and by the checkpoint's revision
-            # only where that is where the file itself comes from.
-            repository, separator, _ = code.partition("--")
-            revision = getattr(model, kinds[kind]).get("code_revision")
-            is_pinned = isinstance(revision, str) and re.fullmatch(COMMIT, revision)
-            if separator and repository != place and not is_pinned:
-                unpinned[kinds[kind]] = code
-        for key, code in unpinned.items():
-            yield (
-                f"{name} takes its code from another repository ({code}), where it can change from one day to the "
-                f"next; name the commit to use, as in {key}: {{code_revision: 40 hexadecimal digits}}"
-            )
-        return
-    if not codes:
-        return
-    needed = None
-    if "AutoConfig" in codes and _REFUSED in described.config_error:
-        needed = "AutoConfig", "model"
-    elif auto_class in codes and not described.has_class:
-        needed = auto_class, "model"
-    elif reader in codes and _REFUSED in described.reader.problem:
-        needed = reader, "image processor" if reader == _IMAGE_READER else "tokenizer"
-    if needed is not None:
-        yield (
-            f"{name} needs Python code of its own ({codes[needed[0]]}), because transformers has no such "
-            f"{needed[1]}; it runs only if you allow it: read it, then set trust_remote_code: true"
+    is_local = Path(model.model_name_or_path).is_dir()
+    tokenizers = adapter_tokenizers(model)
+    is_several = len(tokenizers) > 1
+    texts: list[str] = []
+    if isinstance(model, TextSettings):
+        texts = [*getattr(model, "label_tokens", {}).values()]
+        texts += [settings.fixed_text for settings in model.by_template.values()]
+    adapters = [[*source.names] if source is not None else [] for source in model.view_adapters]
+    folders = [folder, *(own for own in tokenizers.values() if own)]
+    small = {
+        path for place in folders for pattern in _FILES for path in place.glob(pattern) if path.is_file()
+    }
+    weights = [*weight_files(folder), *(Path(name, WEIGHTS) for names in adapters for name in names)]
+    return Question(
+        _DESCRIBE,
+        folder,
+        {
+            "auto_class": auto_class,
+            "is_local": is_local,
+            "trust_remote_code": model.trust_remote_code,
+            "model_kwargs": without_fetching(model.model_kwargs),
+            "processor_kwargs": without_fetching(getattr(model, "processor_kwargs", {})),
+            "tokenizer_kwargs": without_fetching(getattr(model, "tokenizer_kwargs", {})),
+            "tokenizers": {name: own and str(own) for name, own in tokenizers.items()},
+            "adapters": adapters,
+            "texts": texts,
+            # What several tokenizers must have in common.
+            "truncation_side": getattr(model, "truncation_side", None) if is_several else None,
+            "ignores_limit": is_several and getattr(model, "max_length", None) is not None,
+            "chats": is_several and bool(getattr(model, "apply_chat_template", False)),
+            "quantization_config": model.quantization_config,
+            "training": training,
+        },
+        names={"name": model.model_name_or_path},
+        files=(Path(__file__).with_name("facts.py"), *sorted(small)),
+        weights=tuple(path for path in weights if path.is_file()),
+        packages=_PACKAGES,
+    )
+
+
+def ask_facts(question: Question) -> Facts:
+    """Return the answer to a question.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    answer = ask([question])[0]
+    name = question.names["name"]
+    if answer.fields is None:
+        raise CheckpointError(
+            f"{name}: transformers could not be asked what it is ({answer.failure}); start again when the machine "
+            "is less busy, or look whether this Python can import transformers"
         )
+    architecture = answer.fields["architecture"]
+    warnings = [text.replace("{name}", name) for text in answer.fields["warnings"]]
+    fields = {**answer.fields, "architecture": architecture and Architecture(**architecture)}
+    return Facts(**{**fields, "warnings": warnings})
 
 
-def _classes(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the ``auto_map``: for each of transformers' Auto classes a name such as ``modeling_x.XModel``."""
-    auto_map = config.get("auto_map")
-    if isinstance(auto_map, list):  # an older form, only in tokenizer_config.json
-        auto_map = {"AutoTokenizer": auto_map}
-    if not isinstance(auto_map, dict):
-        return {}
-    classes = {}
-    for kind, code in auto_map.items():
-        # A tokenizer has a slow and a fast class.
-        names = [name for name in (code if isinstance(code, list) else [code]) if isinstance(name, str)]
-        if names:
-            classes[str(kind)] = names[-1]
-    return classes
+def adapter_tokenizers(model: HuggingFaceSettings) -> dict[str, Path | None]:
+    """Return the folder of each adapter's own tokenizer, in the views' order; None: it has the checkpoint's.
+
+    The name of no adapter is empty.  What an adapter on the hub has, only the worker knows.
+    """
+    names = tokenizer_names(model.view_adapters) if isinstance(model, TextSettings) else []
+    return {name: Path(name) if name and has_vocabulary(Path(name)) else None for name in names}
+
+
+def tokenizer_folder(model: HuggingFaceSettings, folder: Path) -> Path:
+    """Return the folder of a member's tokenizer: its first adapter's, or that of its checkpoint."""
+    return next(iter(adapter_tokenizers(model).values()), None) or folder
 
 
 @dataclass(frozen=True)
 class Checkpoint(Inspection):
-    """Describe a member's checkpoint by its ``config.json``.
-
-    ``folder`` holds its files; ``quantization`` has the settings of weights that are stored quantized;
-    ``described`` is what transformers says of it.
-    """
-
-    folder: Path
-    quantization: Mapping[str, Any] | None = None
-    described: Description = field(default_factory=Description)
-
-
-@dataclass(frozen=True)
-class CheckpointFiles:
-    """Hold the content of a checkpoint's small files and of its weights' headers, whatever the task.
+    """Describe a member's checkpoint.
 
     Attributes:
-        architecture: the class that it was saved as; empty: not stored.
-        tensors: empty where they are not known yet, on the hub.
+        folder: with its files.
+        config: the content of its ``config.json``.
         adapters: of the member's views, also those that are averaged; None: the base alone.
-        described: what transformers says of it.
     """
 
-    config: Mapping[str, Any]
     folder: Path
-    architecture: str
-    tensors: Sequence[Tensor]
-    adapters: tuple[Adapter | None, ...]
-    described: Description
-    warnings: tuple[str, ...]
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    adapters: tuple[Adapter | None, ...] = ()
+    facts: Facts = field(default_factory=Facts)
 
-    def checkpoint(
-        self,
-        model: HuggingFaceSettings,
-        activation: Activation,
-        label_order: tuple[int, ...],
-        warnings: Sequence[str] = (),
-    ) -> Checkpoint:
-        """Return the member's checkpoint, with further warnings."""
+    @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        """Return the settings of weights that are stored quantized; None: they are not."""
         quantization = self.config.get("quantization_config")
-        files = weight_files(self.folder)
-        weight_bytes = sum(file.stat().st_size for file in files if file.is_file())
-        shown = self.architecture or str(self.config.get("model_type", ""))
-        return Checkpoint(
-            summary=f"{shown}, {gib(weight_bytes)}" if weight_bytes else shown,
-            activation=activation,
-            label_order=label_order,
-            folder=self.folder,
-            warnings=(*self.warnings, *warnings),
-            quantization=quantization if isinstance(quantization, dict) else None,
-            described=self.described,
-        )
+        return quantization if isinstance(quantization, dict) else None
 
 
-def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFiles:
-    """Read a checkpoint's small files, and compare them with each other and with its weights.
+def read_checkpoint(
+    model: HuggingFaceSettings, auto_class: str, training: Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """Read a checkpoint's small files, and ask what transformers makes of them and of the weights' headers.
+
+    What its outputs are is left to the kind: ``activation`` is "none", and ``label_order`` empty.
 
     Args:
         auto_class: the class of transformers that will load it; if it has a head for labels, the head is checked.
+        training: as for ``checkpoint_question``.
 
     Raises:
         CheckpointError: no ``config.json``, files that are missing or broken or would run code, an adapter for
@@ -282,17 +256,12 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
     name_or_path = model.model_name_or_path
     path = find_file(name_or_path, "config.json", model.revision)
     config = read_config(path, f"{name_or_path}: its config.json")
-    folder, is_local = path.parent, Path(name_or_path).is_dir()
-    stored = config.get("architectures")
-    architecture = str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
-    described = describe(checkpoint_question(model, folder, auto_class))
-    problems = [*code_problems(model, folder, config, auto_class, described)]
-    if is_local:
-        problems += weight_problems(folder, config, model.allow_pickle)
-        problems += small_file_problems(folder)
-    if not problems:
-        problems += description_problems(name_or_path, model, folder, config, auto_class, described)
+    folder = path.parent
+    problems: list[str] = []
+    if Path(name_or_path).is_dir():
+        problems += [*weight_problems(folder, config, model.allow_pickle), *small_file_problems(folder)]
     adapters: list[Adapter | None] = []
+    adapter_problems: list[str] = []
     for source in dict.fromkeys(model.view_adapters):
         if source is None:
             adapters.append(None)
@@ -300,26 +269,20 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
         try:
             averaged = [inspect_adapter(name, model.allow_pickle) for name in source.names]
         except CheckpointError as error:
-            problems += error.problems
+            adapter_problems += error.problems
             continue
         adapters += averaged
         if source.combination_type:
-            problems += average_problems(averaged, source.combination_type)
+            adapter_problems += average_problems(averaged, source.combination_type)
     if model.switches_adapters:
-        problems += shared_base_problems(adapters)
-    tensors: Sequence[Tensor] = ()
-    # The hub's cache may lack some of the weights.
-    if not problems and is_local:
-        tensors = read_tensors(folder) or ()
-        problems += weight_contradictions(name_or_path, config, described, tensors, uses_base_head(adapters))
-    if problems:
-        raise CheckpointError(problems)
-    warnings = [*release_warning(name_or_path, config, described)]
-    if described.failure:
-        warnings.append(
-            f"{name_or_path}: {NOT_ASKED} what it is ({described.failure}); its worker checks it before the first "
-            "chunk"
-        )
+        adapter_problems += shared_base_problems(adapters)
+    facts = Facts()
+    if not problems:
+        facts = ask_facts(checkpoint_question(model, folder, auto_class, training))
+        problems += facts.problems
+    if problems or adapter_problems:
+        raise CheckpointError([*problems, *adapter_problems])
+    warnings = [*facts.warnings]
     for adapter in adapters:
         trained_on = "" if adapter is None else other_base(adapter, name_or_path)
         if adapter is not None and trained_on:
@@ -327,7 +290,24 @@ def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFi
                 f"adapter {adapter.name} says that it was trained on {trained_on}, and runs on {name_or_path} "
                 "here; if that is another model of the same shape, its probabilities mean nothing"
             )
-    return CheckpointFiles(config, folder, architecture, tensors, tuple(adapters), described, tuple(warnings))
+    weight_bytes = sum(file.stat().st_size for file in weight_files(folder) if file.is_file())
+    shown = saved_as(config) or str(config.get("model_type", ""))
+    return Checkpoint(
+        activation="none",
+        label_order=(),
+        summary=f"{shown}, {gib(weight_bytes)}" if weight_bytes else shown,
+        warnings=tuple(warnings),
+        folder=folder,
+        config=config,
+        adapters=tuple(adapters),
+        facts=facts,
+    )
+
+
+def saved_as(config: Mapping[str, Any]) -> str:
+    """Return the class that a checkpoint was saved as; empty: its ``config.json`` does not tell."""
+    stored = config.get("architectures")
+    return str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
 
 
 def inspect_checkpoint(
@@ -348,15 +328,19 @@ def inspect_checkpoint(
     Raises:
         CheckpointError: as ``read_checkpoint``, and where labels do not match; every problem is listed.
     """
-    files = read_checkpoint(model, auto_class)
-    name_or_path = model.model_name_or_path
-    config, architecture, tensors = files.config, files.architecture, files.tensors
+    checkpoint = read_checkpoint(model, auto_class)
+    name_or_path, config, adapters = model.model_name_or_path, checkpoint.config, checkpoint.adapters
+    architecture = saved_as(config)
     names, where = label_names(config, name_or_path), name_or_path
-    own_labels = next((adapter for adapter in files.adapters if adapter is not None and adapter.labels), None)
-    uses_own_head = uses_base_head(files.adapters)
+    own_labels = next((adapter for adapter in adapters if adapter is not None and adapter.labels), None)
+    uses_own_head = uses_base_head(adapters)
     warnings: list[str] = []
-    encoder = read_cross_encoder(name_or_path, files.folder, config, len(names), model.revision, problem_type)
+    encoder = read_cross_encoder(
+        name_or_path, checkpoint.folder, config, len(names), model.revision, problem_type
+    )
     if uses_own_head and ("ForCausalLM" in architecture or "ForMaskedLM" in architecture):
+        # The hub's cache may lack some of the weights.
+        tensors = (read_tensors(checkpoint.folder) if Path(name_or_path).is_dir() else None) or ()
         if tensors and not any(is_head(tensor.name) for tensor in tensors):
             raise CheckpointError(
                 f"{name_or_path} ({architecture}) has no classification head, and not each of its views has an "
@@ -371,7 +355,7 @@ def inspect_checkpoint(
     # peft stores no names with an adapter, but its head decides how many labels there are; the base's names count
     # if they are as many.  The head of an adapter on the hub is compared by the worker.
     rows_of_heads = {name_or_path: len(names)} if uses_own_head else {}
-    for adapter in files.adapters:
+    for adapter in adapters:
         if adapter is not None and adapter.brings_head is not False:
             rows_of_heads[adapter.name] = len(labels) if adapter.head_rows is None else adapter.head_rows
     if len(set(rows_of_heads.values())) > 1:
@@ -391,7 +375,12 @@ def inspect_checkpoint(
         warnings += encoder.warnings
         if problem_type is None and encoder.activation is not None:
             activation = encoder.activation
-    return files.checkpoint(model, activation, match_labels(names, labels, label_map, where), warnings)
+    return replace(
+        checkpoint,
+        activation=activation,
+        label_order=match_labels(names, labels, label_map, where),
+        warnings=(*checkpoint.warnings, *warnings),
+    )
 
 
 def row_limit(config: Mapping[str, Any], folder: Path) -> int | None:
@@ -403,7 +392,6 @@ def row_limit(config: Mapping[str, Any], folder: Path) -> int | None:
 
 def is_language_model(config: Mapping[str, Any], folder: Path) -> bool:
     """Return whether a checkpoint is a decoder over a vocabulary without a classification head."""
-    names = config.get("architectures") or [""]
-    if not str(names[0]).endswith(("ForCausalLM", "LMHeadModel")):
+    if not saved_as(config).endswith(("ForCausalLM", "LMHeadModel")):
         return False
     return not any(is_head(tensor.name) for tensor in read_tensors(folder) or ())

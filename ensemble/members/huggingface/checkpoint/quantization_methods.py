@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ensemble.common.text import nearest
 from ensemble.members.footprint import Capability
 
 BITSANDBYTES = "bitsandbytes"
+# Heads, which are not quantized: the worker passes these names to bitsandbytes.
+UNQUANTIZED = ("score", "classifier", "classification_head", "lm_head")
 # bitsandbytes' products of int8 take the tensor cores of Turing (its documentation, "LLM.int8()").
 _INT8_CAPABILITY: Capability = (7, 5)
 # The package of each method that needs one (transformers, quantizers/quantizer_*.py, validate_environment).
@@ -29,8 +30,6 @@ _WORDS = {
     "bnb_4bit_quant_type": ("fp4", "nf4"),
     "bnb_4bit_compute_dtype": ("float16", "bfloat16", "float32"),
 }
-# These methods accept any further key and pass it on.
-_OPEN_ENDED = ("quark", "torchao", "compressed-tensors")
 
 
 def method_of(settings: Mapping[str, Any] | None) -> str | None:
@@ -91,20 +90,26 @@ def quantized_bits(settings: Mapping[str, Any] | None) -> int:
 
 
 def quantization_problems(
-    settings: Mapping[str, Any] | None,
-    stored: Mapping[str, Any] | None,
-    merges_adapter: bool,
-    allowed: Mapping[str, Sequence[str]],
+    settings: Mapping[str, Any] | None, stored: Mapping[str, Any] | None, merges_adapter: bool
 ) -> Iterator[str]:
     """Yield problems with a member's quantization; each sentence begins with its key.
 
     Args:
         settings: the YAML's ``quantization_config``.
         stored: the checkpoint's settings, which take precedence in transformers.
-        allowed: the ``methods`` that transformers has, and the ``keys`` of this one; empty: not known.
     """
-    if settings is not None:
-        yield from _setting_problems(settings, allowed)
+    if settings is not None and method_of(settings) == BITSANDBYTES:
+        # Values that bitsandbytes would refuse only once weights are loaded, if at all.
+        for key, value in settings.items():
+            if key in _BOOLEANS and not isinstance(value, bool):
+                yield f"quantization_config.{key}: must be true or false"
+            elif key in _WORDS and str(value).removeprefix("torch.") not in _WORDS[key]:
+                yield f"quantization_config.{key}: must be one of {', '.join(_WORDS[key])}"
+        widths = [key for key in ("load_in_4bit", "load_in_8bit") if settings.get(key)]
+        if len(widths) == 2:
+            yield "quantization_config: load_in_4bit and load_in_8bit exclude each other; keep one"
+        elif not widths:
+            yield "quantization_config: it quantizes nothing; add load_in_4bit: true or load_in_8bit: true"
     if stored is None:
         return
     method, config_method = method_of(stored), method_of(settings)
@@ -147,33 +152,3 @@ def quantization_warnings(
             "by about a tenth of what int8 itself changes, and a GPU waits for the host in every layer; "
             "llm_int8_threshold: 0.0 avoids both, and keeps no outliers apart (tune measures it)"
         )
-
-
-def _setting_problems(settings: Mapping[str, Any], allowed: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    method = method_of(settings) or BITSANDBYTES
-    methods, parameters = allowed.get("methods", ()), allowed.get("keys", ())
-    if methods and method not in methods:
-        yield f"quantization_config.quant_method: {method!r} is unknown{_choices(method, methods)}"
-        return
-    if parameters and method not in _OPEN_ENDED:
-        for key in settings:
-            # Keys with a line in front are what transformers itself writes into a config.json.
-            if key not in parameters and key != "quant_method" and not key.startswith("_"):
-                yield f"quantization_config.{key}: there is no such key{_choices(key, parameters)}"
-    if method == BITSANDBYTES:
-        # Values that bitsandbytes would refuse only once weights are loaded, if at all.
-        for key, value in settings.items():
-            if key in _BOOLEANS and not isinstance(value, bool):
-                yield f"quantization_config.{key}: must be true or false"
-            elif key in _WORDS and str(value).removeprefix("torch.") not in _WORDS[key]:
-                yield f"quantization_config.{key}: must be one of {', '.join(_WORDS[key])}"
-        widths = [key for key in ("load_in_4bit", "load_in_8bit") if settings.get(key)]
-        if len(widths) == 2:
-            yield "quantization_config: load_in_4bit and load_in_8bit exclude each other; keep one"
-        elif not widths:
-            yield "quantization_config: it quantizes nothing; add load_in_4bit: true or load_in_8bit: true"
-
-
-def _choices(word: str, choices: Sequence[str]) -> str:
-    near = nearest(word, choices)
-    return f"; did you mean {near}?" if near is not None else f"; known: {', '.join(choices)}"

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ensemble.common.files import read_json, unreadable
-from ensemble.members.huggingface.spec import default_max_length
 
 # transformers' tokenizers name their files in VOCAB_FILES_NAMES; the rest is in tokenization_utils_base.py.
 TOKENIZER_FILES = (
@@ -111,15 +110,6 @@ def has_learnt_segments(config: Mapping[str, object], release: object, texts: in
     if not is_read and kind != "xlnet":
         return None
     return release is None or str(release).startswith(("2.", "3.", "4."))
-
-
-def own_max_length(folder: Path) -> int | None:
-    """Return the tokens that a row may have without the key ``max_length``; None: the files do not tell.
-
-    The limit can also be in a tokenizer's class.
-    """
-    limit = tokenizer_limit(folder)
-    return None if limit is None else default_max_length(limit)
 
 
 def tokenizer_limit(folder: Path) -> float | None:

@@ -15,7 +15,7 @@ from ensemble.common.text import first_line
 from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE, coarse_room
 from ensemble.members.huggingface.checkpoint.tokenizer_files import size_problem
 from ensemble.members.huggingface.loading.adapter import JobAdapters
-from ensemble.members.huggingface.loading.describe import learnt_positions
+from ensemble.members.huggingface.loading.architecture import learnt_positions
 from ensemble.members.huggingface.loading.fused_norms import fuse_norms
 from ensemble.members.huggingface.loading.kernels import capability, choose_kernels, set_tf32
 from ensemble.members.huggingface.loading.model import load_model
@@ -74,7 +74,7 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
         raise ValueError(problem)
     limit = max_length(spec, tokenizer, learnt_positions(loaded.model))
     notes, pad_token_id = loaded.notes, pad_token_id_of(tokenizer)
-    if "max_length" in spec.asked and spec.max_length and spec.max_length > limit:
+    if spec.max_length is not None and spec.max_length > limit:
         notes += (f"max_length: the model has {limit} positions; rows are cut to these",)
     return replace(loaded, tokenizer=tokenizer, pad_token_id=pad_token_id, max_length=limit, notes=notes)
 
@@ -191,7 +191,8 @@ def _memory_limit(spec: CheckpointSpec, model: Any, on_gpu: bool) -> tuple[Memor
     memory = MemoryLimit(
         available_bytes=max(1, coarse_room(max(0, available))),
         bytes_per_token=spec.bytes_per_token,
-        bytes_per_token_pair=spec.bytes_per_token_pair or 0.0,
+        bytes_per_token_pair=spec.bytes_per_token_pair,
+        bytes_per_row=spec.bytes_per_row,
     )
     # A room of another worker may take half of the reserve, so that a few MiB less here change no batch.
     return memory, max(memory.available_bytes, available + reserve // 2)

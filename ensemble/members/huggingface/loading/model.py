@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,9 +16,9 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from ensemble.common.files import read_json
 from ensemble.common.text import listed
 from ensemble.members.footprint import Capability
-from ensemble.members.huggingface.checkpoint.description import config_advice
 from ensemble.members.huggingface.checkpoint.quantization_methods import (
     BITSANDBYTES,
+    UNQUANTIZED,
     capability_problem,
     compute_dtype_of,
     method_of,
@@ -33,9 +32,9 @@ from ensemble.members.huggingface.loading.adapter import (
 from ensemble.members.huggingface.loading.average import average_adapters
 from ensemble.members.huggingface.loading.capped_attention import register_capped_blocks
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
+from ensemble.members.huggingface.loading.describe import config_advice
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
 from ensemble.members.huggingface.loading.kernels import AMPERE
-from ensemble.members.huggingface.memory.sizes import UNQUANTIZED
 from ensemble.members.huggingface.spec import (
     BACKBONE,
     CAPPED_BLOCKS,
@@ -211,12 +210,6 @@ def quantization_config(settings: Mapping[str, Any], dtype: torch.dtype | str = 
     keys = {
         key: value for key, value in settings.items() if key != "quant_method" and not key.startswith("_")
     }
-    known_keys = inspect.signature(BitsAndBytesConfig.__init__).parameters.keys() - {"self", "kwargs"}
-    unknown_keys = sorted(keys.keys() - known_keys)
-    if unknown_keys:
-        raise ValueError(
-            f"quantization_config: unknown key {', '.join(unknown_keys)}; known: {', '.join(sorted(known_keys))}"
-        )
     if keys.get("load_in_4bit") and isinstance(dtype, torch.dtype):
         keys.setdefault("bnb_4bit_compute_dtype", dtype)
     # Heads are small, and transformers finds by itself only heads that are named like Llama's.

@@ -36,7 +36,7 @@ def load_tokenizer(spec: ModelSpec) -> Any:
         has_own = folder is not None and has_vocabulary(folder)
         folders[name or spec.model_name_or_path] = folder if has_own else None
     chats = bool(getattr(spec, "apply_chat_template", False))
-    return common_tokenizer(partial(_load, spec), folders, "max_length" in spec.asked, chats)
+    return common_tokenizer(partial(_load, spec), folders, spec.max_length is not None, chats)
 
 
 def common_tokenizer(

@@ -29,12 +29,13 @@ class MemoryLimit:
     bytes_per_token: float
     bytes_per_token_pair: float
     skipped: int = 0
+    bytes_per_row: float = 0.0
 
     def cost(self, padded_tokens: int, width: int) -> float:
         """Return the bytes of a batch with this many padded tokens; no less than if no tokens were skipped."""
         full_width = width + self.skipped
         bytes_per_token = self.bytes_per_token + self.bytes_per_token_pair * full_width
-        return padded_tokens * (full_width / width) * bytes_per_token
+        return padded_tokens * (full_width * bytes_per_token + self.bytes_per_row) / width
 
     def tokens_at(self, width: int) -> int:
         """Return how many padded tokens fit, in rows of ``width`` tokens."""

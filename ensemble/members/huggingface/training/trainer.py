@@ -25,7 +25,7 @@ from ensemble.common.files import atomic_path, read_json, write_text
 from ensemble.common.protocol import CommonSpec
 from ensemble.common.shards import file_sha256
 from ensemble.data.published_table import PublishedTable
-from ensemble.members.huggingface.loading.describe import learnt_positions
+from ensemble.members.huggingface.loading.architecture import learnt_positions
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.training.arguments import is_checkpointed, training_arguments
 from ensemble.members.huggingface.training.examples import Examples, Rows

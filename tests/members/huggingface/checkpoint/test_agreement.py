@@ -14,12 +14,8 @@ import pytest
 import ensemble
 from ensemble.common.errors import CheckpointError
 from ensemble.members import questions
-from ensemble.members.huggingface.checkpoint.description import (
-    Description,
-    checkpoint_question,
-    release_warning,
-)
-from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
+from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, checkpoint_question
+from ensemble.members.huggingface.loading.describe import release_warning
 from ensemble.members.huggingface.spec import CLASSIFIER
 from ensemble.members.questions import Answer, Question
 from ensemble.members.seq_cls.parent import SequenceClassifierSettings
@@ -136,7 +132,6 @@ def test_one_process_answers_for_all_and_its_answers_are_kept(
         checkpoint_question(MODEL.model_copy(update={"model_name_or_path": str(folder)}), folder, CLASSIFIER)
         for folder in intact.values()
     ]
-    assert None not in asked
     processes = []
 
     def start(module: str, several: Sequence[Question]) -> list[Answer]:
@@ -145,29 +140,29 @@ def test_one_process_answers_for_all_and_its_answers_are_kept(
         return answer(module, several)
 
     monkeypatch.setattr(questions, "ask_process", start)
-    answers = questions.ask([question for question in asked if question])
+    answers = questions.ask(asked)
     assert [answer.failure for answer in answers] == ["", "", ""]
-    expected = answers_of_this_process(DESCRIBE, [question for question in asked if question])
+    expected = answers_of_this_process(DESCRIBE, asked)
     assert answers == expected
     monkeypatch.setattr(questions, "_answers", {})
-    assert questions.ask([question for question in asked if question]) == answers
+    assert questions.ask(asked) == answers
     copy = changed(intact["llama"], tmp_path / "copy", hidden_act="relu")
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
     (tmp_path / "cache").write_text("no folder")  # an unwritable cache is no error
-    (question,) = filter(None, [checkpoint_question(MODEL, copy, CLASSIFIER)])
+    question = checkpoint_question(MODEL, copy, CLASSIFIER)
     assert questions.ask([question, question])[0].fields is not None
     assert processes == [3, 1]
 
 
-def test_a_process_that_dies_is_a_warning(
+def test_a_process_that_dies_is_a_problem(
     intact: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(questions, "ask_process", REAL_PROCESS)
     monkeypatch.setattr(questions, "TIMEOUT_SECONDS", 0.01)
     monkeypatch.setattr(questions, "SECONDS_PER_QUESTION", 0.01)
     copy = changed(intact["llama"], tmp_path / "copy", hidden_act="gelu")
-    (warning,) = inspected(copy).warnings
-    assert "could not be asked what it is (no answer within 0.02 s); its worker checks it before" in warning
+    with pytest.raises(CheckpointError, match=r"could not be asked what it is \(no answer within 0.02 s\)"):
+        inspected(copy)
 
 
 def test_a_text_that_a_tokenizer_cannot_encode_takes_no_other_answer(
@@ -185,11 +180,11 @@ def test_a_text_that_a_tokenizer_cannot_encode_takes_no_other_answer(
         checkpoint_question(model.model_copy(update={"model_name_or_path": str(folder)}), folder, CLASSIFIER)
         for folder in (copy, intact["llama"])
     ]
-    answers = questions.ask([question for question in asked if question])
-    readers = [(answer.fields or {})["reader"] for answer in answers]
-    assert [reader.get("problem") for reader in readers] == [None, None]
-    assert [len(reader["text_ids"]) for reader in readers] == [0, 1]
-    assert all((answer.fields or {})["parameters"] for answer in answers)
+    answers = questions.ask(asked)
+    facts = [answer.fields or {} for answer in answers]
+    assert [item["problems"] for item in facts] == [[], []]
+    assert [len(item["text_ids"]) for item in facts] == [0, 1]
+    assert all(item["parameters"] for item in facts)
 
 
 def test_a_refusal_is_not_kept_for_the_next_command(
@@ -209,7 +204,7 @@ def test_a_refusal_is_not_kept_for_the_next_command(
     with pytest.raises(CheckpointError, match="would know special tokens only"):
         command()
     (tmp_path / "aside.json").rename(elsewhere)
-    assert command().described.reader.tokens > 100
+    assert command().facts.problems == []
 
 
 @pytest.mark.parametrize(
@@ -230,24 +225,6 @@ def test_a_config_that_is_refused_is_not_kept_for_the_next_command(
     assert not [*tmp_path.glob("cache/**/*.json")]
     inspected(changed(intact[kind], tmp_path / "sound", hidden_act="gelu_new"))
     assert len([*tmp_path.glob("cache/**/*.json")]) == 1
-
-
-def test_validate_says_what_is_not_checked(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    def only_gemma(module: str, asked: Sequence[Question]) -> list[Answer]:
-        asleep = Answer(None, "no answer within 120 s")
-        return [
-            answers_of_this_process(module, [question])[0] if question.folder.name == "gemma" else asleep
-            for question in asked
-        ]
-
-    monkeypatch.setattr(questions, "_answers", {})
-    monkeypatch.setenv(questions.CACHE, str(project.folder / "cache"))
-    monkeypatch.setattr(questions, "ask_process", only_gemma)
-    monkeypatch.chdir(project.folder)
-    project.write_config(project.config())
-    last_line = str(ensemble.validate("config.yaml")).splitlines()[-1]
-    llama = project.models / "llama"
-    assert last_line.startswith(f"not checked: {llama}, as said above. All other checks passed. A run")
 
 
 def test_validate_shows_where_a_prompt_ends_and_that_rows_are_cut(
@@ -303,10 +280,18 @@ def test_numbers_that_only_a_newer_release_reads_are_said_and_no_other_keys(
         "swiglu_limit": 5.0,
         "swiglu_alpha": 1.702,
     }
-    (warning,) = release_warning("m", config, Description(known_keys=("vocab_size",)))
+    (warning,) = release_warning(config, ["vocab_size"])
     assert "with swiglu_limit: 5.0, and" in warning
     assert "computes with 7.0" in warning
-    assert not [*release_warning("m", config, Description(known_keys=("swiglu_limit",)))]
+    assert not [*release_warning(config, ["swiglu_limit"])]
+
+
+def test_numbers_that_are_none_are_a_problem_and_no_stack_trace(
+    intact: dict[str, Path], tmp_path: Path
+) -> None:
+    copy = changed(intact["llama"], tmp_path / "copy", layer_types=[["full"], ["sliding"]])
+    with pytest.raises(CheckpointError, match=r"its files cannot be judged \(TypeError: unhashable"):
+        inspect_folder(copy, LABELS, trust_remote_code=True)
 
 
 def test_a_checkpoint_with_code_of_its_own_is_said_to_have_it(

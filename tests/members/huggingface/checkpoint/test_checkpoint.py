@@ -10,7 +10,7 @@ import pytest
 
 from ensemble.common.errors import CheckpointError
 from ensemble.members.huggingface.checkpoint import inspect
-from ensemble.members.huggingface.checkpoint.description import Description
+from ensemble.members.huggingface.checkpoint.facts import Facts
 from ensemble.members.huggingface.checkpoint.labels import label_names, match_labels
 from tests.checkpoints import inspect_folder, make_checkpoint
 
@@ -20,7 +20,7 @@ LABELS = ["a", "b", "c"]
 @pytest.fixture(autouse=True)
 def nobody_has_described_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of these tests are of no model."""
-    monkeypatch.setattr(inspect, "describe", lambda question: Description())
+    monkeypatch.setattr(inspect, "ask_facts", lambda question: Facts())
 
 
 def write(folder: Path, **config: Any) -> str:

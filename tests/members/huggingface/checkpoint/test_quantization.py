@@ -15,7 +15,7 @@ from ensemble.members.huggingface.checkpoint.quantization_methods import (
     quantization_warnings,
     quantized_bits,
 )
-from ensemble.members.huggingface.loading.describe import quantization_keys
+from ensemble.members.huggingface.loading.describe import unknown_keys
 from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid
 from tests.project import Project
 
@@ -27,9 +27,10 @@ def wrong(
     stored: dict[str, Any] | None = None,
     merges_adapter: bool = False,
 ) -> list[str]:
-    method = method_of(settings)
-    allowed = {} if method is None else quantization_keys(method)
-    return list(quantization_problems(settings, stored, merges_adapter, allowed))
+    of_transformers = [] if settings is None else list(unknown_keys(settings))
+    if any("is unknown" in sentence for sentence in of_transformers):
+        return of_transformers
+    return [*of_transformers, *quantization_problems(settings, stored, merges_adapter)]
 
 
 def test_settings_that_are_right() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Predict, Ready
-from ensemble.members.footprint import Activation, Footprint, Stage, Weights
+from ensemble.members.footprint import Activation, Footprint, Weights
 from ensemble.scheduling.batches import BatchRecord
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.members.huggingface.scoring.test_predict import LABELS, make_session, worker_spec
@@ -88,7 +88,7 @@ def test_a_size_of_the_user_wins(key: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_plan_rounds_as_workers_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    width, activation = 1000, Activation((Stage(900_000.0, 0.0),), 5 * MIB)
+    width, activation = 1000, Activation(900_000.0, fixed_bytes=5 * MIB)
     weights = Weights(10**9, 4 * GIB, 10**8)
     footprint = Footprint(weights, activation, 0, 0, "float16", "", None, width)
     for free in range(9 * GIB, 12 * GIB, 100 * MIB):

@@ -54,7 +54,8 @@ def test_a_run_cuts_what_is_too_long_and_says_by_how_much(project: Project) -> N
     assert worker["counters"]["truncated_rows"] == 20
     assert worker["counters"]["tokens"] <= 60 * 40
     assert (
-        f"20 of 60 rows were cut at max_length 40, by {worker['cut_tokens'] / 20:.0f} tokens" in done.stdout
+        f"20 of 60 rows were cut at max_length 40, by {worker['counters']['cut_tokens'] / 20:.0f} tokens"
+        in done.stdout
     )
     # Another way to cut is other work.
     done = project.ensemble("run", "config.yaml", "--set", "models.llama.truncation.marker='...'")

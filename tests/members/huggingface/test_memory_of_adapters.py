@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ensemble.members.base import OutputColumns
-from ensemble.members.huggingface.memory.estimate import CheckpointMemory
+from ensemble.members.huggingface.memory import CheckpointMemory
 from ensemble.members.huggingface.spec import AdapterSource
 from ensemble.members.seq_cls.parent import SequenceClassification, SequenceClassifierSettings
 from tests.checkpoints import make_adapter, make_base

@@ -1,1 +1,0 @@
-"""Estimate the memory of a checkpoint on a device from its files."""
