@@ -236,7 +236,7 @@ def progress_of(states: Sequence[ModelState]) -> MemberProgress:
         jobs=sum(len(state.plan.jobs) for state in states),
         chunks=sum(len(state.plan.chunks) for state in states),
         rows=sum(state.rows for state in states),
-        reused_rows=sum(state.reused_rows for state in states),
+        reused_rows=sum(state.reused_rows for state in states if state.plan.needs_worker),
         rows_done=sum(state.rows_done for state in states),
         tokens_done=sum(state.tokens_done for state in states),
         fraction=fraction,

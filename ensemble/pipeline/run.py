@@ -508,6 +508,7 @@ class _Run(RunState, RunHooks):
         has_new_rows = any(
             max(merged_rows.get(member.name, 0), member.rows_done) > member.reused_rows
             for member in members_of(self.models)
+            if member.replicas  # others' predictions were made elsewhere
         )
         if limit is not None and self.status == "time_limit" and not has_new_rows:
             text = time_limit_text(self.models, limit, self._seconds_before_workers, reserve)
