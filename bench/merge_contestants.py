@@ -21,13 +21,14 @@ def _ours(folder: Path) -> Callable[[], object]:
     from ensemble.pipeline.resume import find_works
     from ensemble.pipeline.run_dir import RunDir
     from ensemble.pipeline.run_report import Results
+    from ensemble.pipeline.selection import Selections
 
     prepared = prepare(load_config(folder.with_suffix(".yaml")))
     rundir = RunDir(prepared.config.output_dir)
     works = find_works(prepared, rundir, lambda text: None)
     assert all(work.is_complete for work in works.values())
     prepared.table.forget_columns()
-    writer = ResultWriter(prepared, rundir, works, Results())
+    writer = ResultWriter(prepared, rundir, works, Selections(prepared, rundir, works), Results())
     return lambda: writer.merge(prepared.config.models)
 
 

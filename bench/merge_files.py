@@ -16,11 +16,10 @@ import pyarrow as pa
 from ensemble.common.digests import FileDigests
 from ensemble.common.shards import file_sha256
 from ensemble.data.csv_file import write_csv
-from ensemble.pipeline.fingerprint import job_fingerprint
+from ensemble.jobs.work import find_work, write_manifest
 from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.resume import find_work, write_manifest
 from ensemble.pipeline.run_dir import RunDir, hold
 
 _FULL = ("ours_in_full", "ours_in_another_order")
@@ -63,7 +62,7 @@ def make_files(folder: Path, rows: int, members: int, labels: int) -> int:
             if rundir.predictions(name) != first:
                 os.link(first, rundir.predictions(name))
             plan = prepared.plan.models[index]
-            fingerprint = job_fingerprint(prepared, plan, plan.jobs[0], FileDigests(False))
+            fingerprint = prepared.causes(plan, plan.jobs[0], FileDigests(False))
             work = find_work(rundir, name, fingerprint, rows, keeps_bad_rows=False)
             work.is_done[:] = True
             write_manifest(rundir, work, file_sha256(first))

@@ -31,11 +31,10 @@ from bench.table import Spread
 from ensemble.common.digests import FileDigests
 from ensemble.common.protocol import Load, Ready, Start
 from ensemble.common.shards import ORDER_FILE
-from ensemble.pipeline.fingerprint import job_fingerprint
+from ensemble.jobs.work import Work
 from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run import worker_spec
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.planning.plan import ModelPlan
@@ -140,8 +139,8 @@ def _published(prepared: Prepared, member: ModelPlan) -> Start:
     rundir.create()
     shards_dir = rundir.work_dir / "parts of the start-up benchmark"
     shards_dir.mkdir(parents=True)
-    fingerprint = job_fingerprint(prepared, member, member.jobs[0], FileDigests(False))
-    work = MemberWork(member.name, fingerprint, shards_dir, np.zeros(prepared.table.rows, np.bool_))
+    fingerprint = prepared.causes(member, member.jobs[0], FileDigests(False))
+    work = Work(member.name, fingerprint, shards_dir, np.zeros(prepared.table.rows, np.bool_))
     rundir.table.parent.mkdir(exist_ok=True)
     prepared.table.publish(rundir.table)
     with (shards_dir / ORDER_FILE).open("wb") as file:

@@ -32,13 +32,13 @@ from ensemble.common.protocol import (
     Stop,
     WorkerSpec,
 )
-from ensemble.planning.plan import ModelPlan, Plan, make_plan
+from ensemble.planning.plan import ModelPlan, Plan
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
 from ensemble.scheduling.retry import OnBadRow, Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import ModelState, RunHooks
-from tests.planning.test_plan import config, facts
+from tests.planning.test_plan import config, facts, make_plan
 
 CHUNK_SECONDS = 0.03
 WRITE_SECONDS = 0.005

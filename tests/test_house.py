@@ -26,7 +26,7 @@ ROOMS = {
     "config": {"common"},
     "data": {"common"},
     "members": {"common", "config", "data"},
-    "jobs": {"common", "config", "members"},
+    "jobs": {"common", "config", "data", "members"},
     "planning": {"common", "config", "members", "jobs"},
     "scheduling": {"common", "jobs", "planning"},
     "merging": {"common", "config", "data"},

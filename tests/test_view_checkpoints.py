@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ensemble.members.huggingface.spec import LANGUAGE_MODEL
-from ensemble.pipeline.fingerprint import changed_members
 from ensemble.pipeline.load import load
+from ensemble.pipeline.prediction_files import changed_members
 from tests.checkpoints import WORDS, make_checkpoint, make_language_model, prime, reference
 from tests.members.pooled_cls.test_pooled_cls import linear, make_backbone, save_head
 from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid

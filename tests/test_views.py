@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import yaml
 
+from ensemble.pipeline.load import load
+from ensemble.pipeline.prediction_files import changed_members
 from tests.checkpoints import label_reference, make_language_model, reference
 from tests.project import GEMMA_LABELS, LABELS, Project
 
@@ -312,13 +315,16 @@ def test_a_view_for_the_closest_calls_of_the_views_before_it(pairs: Project) -> 
     np.testing.assert_allclose(
         values(pairs), np.where(selected[:, None], (plain + 3 * swapped) / 4, plain), atol=2e-5
     )
-    settings = pairs.run_json()["members"][0]["settings"]
     run(pairs, AS_IS, {**SWAPPED, "weight": 3.0, "when": {"margin_below": float(limits[1])}})
     assert (pairs.folder / "runs/first/predictions/gemma.csv").read_bytes() == before
     run(pairs, AS_IS, {**SWAPPED, "weight": 3.0})
     (member,) = pairs.run_json()["members"]
     assert member["counters"]["rows"] == ROWS - computed_before
-    assert member["settings"] == settings, "what `when` selects is no setting of it"
+    config = yaml.safe_load((pairs.folder / "config.yaml").read_text(encoding="utf-8"))
+    config["models"][0]["views"][1]["when"] = {"share": 0.5}
+    pairs.write_config(config)
+    now = load(pairs.folder / "config.yaml").config
+    assert changed_members(now, ["gemma"], pairs.folder / "runs/first") == {}, "a selection is no setting"
     np.testing.assert_allclose(values(pairs), (plain + 3 * swapped) / 4, atol=2e-5)
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 from ensemble.analysis.metrics import Folds, Metric
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
 from ensemble.common.protocol import Activation
-from ensemble.common.shards import file_sha256
+from ensemble.common.shards import file_sha256, read_bits
 from ensemble.common.text import nearest_or_all, plural, quoted
 from ensemble.config.document import Document, apply_overrides, expand, parse
 from ensemble.config.load import data_config
@@ -42,7 +42,6 @@ from ensemble.pipeline.prediction_files import (
 )
 from ensemble.pipeline.prepared import common_activation
 from ensemble.pipeline.results import ENSEMBLE_ROW
-from ensemble.pipeline.reuse import read_bits
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 from ensemble.pipeline.training_dir import TrainingDir

@@ -31,8 +31,7 @@ from ensemble.config.document import parse
 from ensemble.data.answers import whole_numbers
 from ensemble.merging.methods.base import Values
 from ensemble.merging.scoring import Interval
-from ensemble.pipeline.fingerprint import changed_members, changed_sentence
-from ensemble.pipeline.prediction_files import path_of
+from ensemble.pipeline.prediction_files import changed_members, changed_sentence, path_of
 from ensemble.pipeline.run_dir import RunDir
 
 # The merge methods for which weights can be fitted.  For sigmoid members, and only for these, the mean of logits is

@@ -15,11 +15,12 @@ from ensemble.common.text import duration, gib, listed, plural, rate, shown_path
 from ensemble.config import MemberConfig
 from ensemble.config.schema import TrainConfig
 from ensemble.config.values import weight_text
+from ensemble.jobs.job import selections_of
+from ensemble.jobs.when import when_text
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.trained_members import missing_parts
 from ensemble.pipeline.training_dir import Part, TrainingDir
 from ensemble.pipeline.wait_for_gpus import held_texts
-from ensemble.planning.cascade import when_text
 from ensemble.planning.placement import Fit
 from ensemble.planning.plan import ModelPlan, Plan
 from ensemble.scheduling.launchers.base import Node
@@ -292,12 +293,11 @@ def _sentence(prepared: Prepared, model: ModelPlan) -> str:
         labels = plural(len(prepared.config.labels), "label")
         facts.append(f"rows of up to {plural(needed.width, 'token')}, {labels} each")
     facts.append(chunks_text(model))
-    if model.model.when is not None:
-        facts.append(_expected(prepared, model.member, when_text(model.model.when)))
-    for job in model.jobs:
-        if job.when is not None:
-            text = _expected(prepared, job.name, when_text(job.when, "views and members"))
-            facts.append(f"{job.title} {text}")
+    titles = {job.name: job.title for job in model.jobs if job.view}
+    for selection in selections_of(model.jobs).values():
+        title = titles.get(selection.name, "")
+        rule = when_text(selection.when, "views and members" if title else "members")
+        facts.append(f"{title} {_expected(prepared, selection.name, rule)}".strip())
     if seconds is not None:
         saved = (model.whole_seconds - model.demand.compute_seconds) / model.replicas
         less = f", {duration(saved)} less than for all rows" if saved else ""

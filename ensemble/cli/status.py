@@ -15,9 +15,9 @@ from ensemble.common.files import read_json
 from ensemble.common.gpus import device_names
 from ensemble.common.shards import shard_rows
 from ensemble.common.text import duration, percent_of, plural, rate, shown_path, written
+from ensemble.jobs.causes import Causes
 from ensemble.jobs.job import job_name
 from ensemble.pipeline.ending import answer_texts, failure_text, gain_text
-from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.run_dir import RunDir, holder
 from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.training_dir import TrainingDir
@@ -127,7 +127,7 @@ class RunStatus:
         members = []
         for member in report.members:
             name, fingerprint, rows = member.name, str(member.fingerprint), member.rows
-            manifest = Fingerprint.from_dict(read_json(rundir.manifest(name)).get("fingerprint"))
+            manifest = Causes.from_dict(read_json(rundir.manifest(name)).get("fingerprint"))
             is_current = manifest is not None and manifest.digest == fingerprint
             if is_current and rundir.predictions(name).is_file():
                 state, done = "done", rows

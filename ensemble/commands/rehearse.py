@@ -26,12 +26,12 @@ from ensemble.common.text import duration, gib, plural, shown_path
 from ensemble.config import EnsembleConfig, LoadedConfig
 from ensemble.data.table import InputTable, read_table
 from ensemble.members.registry import member_kind
-from ensemble.pipeline.cascade import expected_shares
 from ensemble.pipeline.load import derived_run
 from ensemble.pipeline.prepare import for_rows, prepare
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run import Display, run_prepared
 from ensemble.pipeline.run_report import MemberReport, RunReport, measured_speeds
+from ensemble.pipeline.selection import expected_shares, share_of_job
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import STANDBY_HOST_BYTES, ModelPlan, Plan
 from ensemble.scheduling.deadline import reserve_seconds
@@ -233,9 +233,8 @@ def with_shares(plan: Plan, shares: Mapping[str, float]) -> Plan:
     """Return the plan with other expected shares of members and jobs with ``when``, by their names."""
     models = []
     for model in plan.models:
-        undecided = {number: shares[model.jobs[number].name] for number in model.undecided}
-        share = shares.get(model.member, model.expected_share)
-        models.append(replace(model, expected_share=share, undecided=undecided))
+        undecided = {number: share_of_job(model.jobs[number].selection, shares) for number in model.undecided}
+        models.append(replace(model, undecided=undecided))
     return replace(plan, models=tuple(models))
 
 
@@ -289,7 +288,7 @@ def _forecast(
     computed_as = {model.name: model.computed_as for model in config.models}
     speeds = measured_speeds(report, [gpu.name for gpu in whole.plan.gpus], computed_as)
     sample_dir = sample.config.output_dir
-    shares = expected_shares(config, whole.inspected, {}, sample_dir, "of the sample")
+    shares = expected_shares(config, whole.models, whole.inspected, {}, sample_dir, "of the sample")
     expected = {work: share.share for work, share in shares.items()}
     plan = with_shares(with_speeds(whole.plan, speeds), expected)
     csv_bytes = round((sample_dir / "ensemble.csv").stat().st_size * rows / sample.table.rows)
@@ -341,7 +340,8 @@ def _forecast(
 def _member(
     models: Sequence[ModelPlan], report: MemberReport, rows: int, reached: float | None
 ) -> MemberRehearsal:
-    expected_rows = round(rows * models[0].expected_share)
+    shares = [model.undecided.get(number, 1.0) for model in models for number in range(len(model.jobs))]
+    expected_rows = round(rows * max(shares))
     return MemberRehearsal(
         name=report.name,
         replicas=max(model.replicas for model in models),

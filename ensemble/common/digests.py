@@ -114,6 +114,16 @@ def digest_of(value: object) -> str:
     return _hash(json.dumps(_plain(value)).encode()).hexdigest()
 
 
+def digests_of(values: Mapping[str, object]) -> dict[str, str]:
+    """Return a digest of each value, by its name."""
+    return {name: digest_of(value) for name, value in values.items()}
+
+
+def changed(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
+    """Return the names of digests that were others before, or not there."""
+    return [name for name, digest in now.items() if before.get(name) != digest]
+
+
 def _plain(value: object) -> object:
     # YAML has dates, and keys that are numbers; JSON refuses dates and cannot sort such keys.
     if isinstance(value, Mapping):

@@ -138,3 +138,20 @@ def shard_rows(shards_dir: Path) -> int:
     """Return how many rows the shards in a folder are for, by their names alone."""
     matches = [re.match(r"(\d+)-(\d+)\.", path.name) for path in shards_dir.glob("*.csv")]
     return sum(int(match[2]) - int(match[1]) for match in matches if match)
+
+
+def write_bits(path: Path, flags: npt.NDArray[np.bool_] | None) -> None:
+    """Write a bit for each flag, each row of flags from a new byte on; None: remove the file."""
+    if flags is None:
+        path.unlink(missing_ok=True)
+        return
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(np.packbits(flags, axis=-1).tobytes())
+
+
+def read_bits(path: Path, count: int, rows: int) -> npt.NDArray[np.bool_] | None:
+    """Return flags, bool [count, rows]; None if there are none, or others."""
+    bits = np.frombuffer(path.read_bytes() if path.exists() else b"", np.uint8)
+    if not len(bits) or len(bits) != count * -(-rows // 8):
+        return None
+    return np.unpackbits(bits.reshape(count, -1), axis=1, count=rows).astype(np.bool_)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from ensemble.config import MemberConfig
-from ensemble.config.schema import MERGE_KEYS
 from ensemble.members.footprint import Capability, Footprint, MemoryEstimate
 from ensemble.members.questions import Question
 
@@ -204,7 +203,6 @@ class MemberKind(ABC, Generic[S, I]):
         child: the child side that its workers run (see ``predictor.load_child``).
         activation_key: the key that says what its values are, for advice; empty: there is no such key.
         rows_advice: what to do about wrong values in predictions that it has already.
-        keys_without_effect: keys on which no prediction depends, beside those of merging and of devices.
     """
 
     Settings: ClassVar[type[MemberConfig]]
@@ -212,7 +210,6 @@ class MemberKind(ABC, Generic[S, I]):
     child: ClassVar[str] = ""
     activation_key: ClassVar[str] = ""
     rows_advice: ClassVar[str] = "correct the file"
-    keys_without_effect: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, settings: S) -> None:
         self.settings = settings
@@ -294,15 +291,13 @@ class MemberKind(ABC, Generic[S, I]):
     def fingerprint(self, inspected: I, assigned: Assigned) -> Mapping[str, object]:
         """Return all that the member's numbers depend on other than files and rows, as JSON or YAML can hold it.
 
-        Shards of an earlier run are reused where this value, ``content`` and the rows are the same.
+        The names are shown where a value has changed. Shards of an earlier run are reused where this value,
+        ``content`` and the rows are the same.
         """
 
-    def predicted_by(self) -> dict[str, object]:
-        """Return the config's keys and values that its predictions may depend on; keys of devices are left out."""
-        device_keys = {field.name for field in fields(ResourceRequest)}
-        keys = ("name", "train", *MERGE_KEYS, *device_keys, *self.keys_without_effect)
-        left_out: dict[str, Any] = {**dict.fromkeys(keys, True), "views": {"__all__": {"when"}}}
-        return self.settings.model_dump(exclude=left_out)
+    def fingerprint_anywhere(self, inspected: I) -> Mapping[str, object]:
+        """Return what ``fingerprint`` returns, without what the devices of a run decide."""
+        return self.fingerprint(inspected, Assigned(gpus=0))
 
     @abstractmethod
     def content(self, inspected: I, files: FileDigests) -> Mapping[str, str]:

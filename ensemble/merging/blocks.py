@@ -18,6 +18,22 @@ from ensemble.merging.methods.base import Block, MergeMethod
 from ensemble.merging.post_process import PostProcess
 from ensemble.merging.scoring import CascadeScoring, Scoring
 
+
+def mean_of_jobs(
+    values: Sequence[npt.NDArray[np.float64]], weights: Sequence[float]
+) -> npt.NDArray[np.float64]:
+    """Return each row's weighted mean over the jobs that have the row, [rows, labels]; NaN if no job has it."""
+    if len(values) == 1:
+        return values[0]
+    sums, shares = np.zeros(values[0].shape, order="F"), np.zeros(len(values[0]))
+    for job_values, weight in zip(values, weights, strict=True):
+        is_present = ~np.isnan(job_values[:, 0])
+        sums[is_present] += weight * job_values[is_present]
+        shares[is_present] += weight
+    with np.errstate(invalid="ignore"):
+        return np.asarray(sums / shares[:, None])
+
+
 # What may be wrong with rows, the worst first.
 _NOT_FINITE = "no finite number"
 _OUTSIDE = "values below 0 or above 1"

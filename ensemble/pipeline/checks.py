@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -20,19 +20,19 @@ from ensemble.config.schema import AllowedLabelsTable, AnswerConfig
 from ensemble.data.answers import Answer, compile_format, halfway
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
 from ensemble.data.table import InputTable, row_text
-from ensemble.jobs.job import Model, by_member
+from ensemble.jobs.job import Model, When, by_member
 from ensemble.members.base import Inspection, MemberKind
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
-from ensemble.merging.post_process import AllowedLabels, RowRules
+from ensemble.merging.post_process import PostProcess, RowRules
 from ensemble.pipeline.prepared import merged_activation
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.planning.cascade import When
 from ensemble.planning.plan import Plan
 
 # The most by which the probabilities of a rule may miss a sum of 1.
 _SUM_TOLERANCE = 1e-6
 _RAW = "is for probabilities, and the models give raw values (regression)"
+T = TypeVar("T")
 Kinds: TypeAlias = Mapping[str, MemberKind[Any, Any]]
 
 
@@ -41,6 +41,19 @@ class Problems:
 
     def __init__(self) -> None:
         self._errors: list[EnsembleError] = []
+
+    def value_of(self, key: str, make: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
+        """Return what a function makes; None if it raises an error, which is collected as by ``at``."""
+        with self.at(key):
+            return make(*arguments, **options)
+        return None
+
+    def demand(self, value: T | None) -> T:
+        """Return a value that is None only if there are problems, which are raised."""
+        if value is None:
+            self.raise_any()
+        assert value is not None
+        return value
 
     @contextlib.contextmanager
     def at(self, key: str = "") -> Iterator[None]:
@@ -254,12 +267,11 @@ def run_warnings(
     loaded: LoadedConfig,
     inspected: Mapping[str, Inspection],
     table: InputTable,
-    allowed: AllowedLabels | None,
-    rules: RowRules | None,
+    post: PostProcess,
     devices: Sequence[str],
 ) -> Iterator[str]:
     """Yield warnings about the run as a whole."""
-    config = loaded.config
+    config, allowed, rules = loaded.config, post.allowed, post.rules
     if config.tuned_on is not None:
         yield from _differences_from_tuned(config.tuned_on, devices)
     if rules is not None and config.limit is None:  # a rule may well be true for no row of a trial

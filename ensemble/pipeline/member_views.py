@@ -6,38 +6,54 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ensemble.common.errors import DataError
+from ensemble.config import MemberConfig
 from ensemble.data.json_cells import TemplateProblem, choice_rows
 from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable, TableNeeds
 from ensemble.data.template import PromptTemplate, compile_template
-from ensemble.jobs.job import job_name
-from ensemble.members.base import MemberKind
+from ensemble.jobs.job import Job, Model, jobs_of, member_of
+from ensemble.members.base import Reads
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.checks import Problems
 
 
 @dataclass(frozen=True)
 class MemberView:
-    """Show a member its rows; a member without views has a single view, which shows rows as they are.
+    """Say what a job reads of the table.
 
-    ``job`` is the name of its job, ``key`` the view's place in the config, ``title`` its name in messages; ``swap``
-    has, by column, the column whose cells the view shows instead.
+    Attributes:
+        key: the place of its view, or of its member, in the config.
+        columns: that it reads, those of its template included; in a view that swaps, by the names as they are.
     """
 
-    member: str
-    job: str
+    job: Job
     key: str
-    title: str
     template_key: str
-    swap: Mapping[str, str]
+    reads: Reads
     columns: tuple[str, ...]
-    any_type: bool
     template: PromptTemplate | None
-    choices: str | None = None
-    one_choice: bool = False
+
+    @property
+    def member(self) -> str:
+        return member_of(self.job.name)
+
+    @property
+    def title(self) -> str:
+        """Return the name for messages."""
+        return f"{self.member} ({self.job.title})" if self.job.view else self.member
+
+    @property
+    def swap(self) -> Mapping[str, str]:
+        """Return, by column, the column whose cells the job reads instead."""
+        return self.job.swap
+
+    @property
+    def choices_column(self) -> str | None:
+        """Return the table's column of choices; None if there is none."""
+        choices = self.reads.choices
+        return None if choices is None else self.swap.get(choices, choices)
 
     @property
     def table_columns(self) -> tuple[str, ...]:
@@ -50,10 +66,9 @@ class MemberView:
 
     @property
     def text_columns(self) -> tuple[str, ...]:
-        if self.template is not None or self.any_type:
+        if self.template is not None or self.reads.any_type:
             return ()
-        lists = self.swap.get(self.choices, self.choices) if self.choices is not None else None
-        return tuple(name for name in self.table_columns if name != lists)
+        return tuple(name for name in self.table_columns if name != self.choices_column)
 
     @property
     def json_columns(self) -> tuple[str, ...]:
@@ -69,24 +84,25 @@ class MemberView:
     def shown(self, row: Mapping[str, object]) -> dict[str, object]:
         """Return a row of the table as this view shows it, with its first choice."""
         cells = {name: row[self.swap.get(name, name)] for name in self.columns}
-        if self.one_choice and self.choices is not None:
+        if self.reads.one_choice and self.reads.choices is not None:
             with contextlib.suppress(TemplateProblem, StopIteration):  # of which another check tells
-                cells = next(choice_rows(cells, self.choices))
+                cells = next(choice_rows(cells, self.reads.choices))
         return cells
 
 
-def member_views(kinds: Mapping[str, MemberKind[Any, Any]], problems: Problems) -> Iterator[MemberView]:
-    """Yield the views of all members, by name; one with a problem is left out, and the problem is collected."""
-    for index, (name, kind) in enumerate(kinds.items()):
-        model = kind.settings
-        for view in model.counted_views or (None,):
+def member_views(
+    members: Sequence[MemberConfig], models: Sequence[Model], problems: Problems
+) -> Iterator[MemberView]:
+    """Yield what each job reads, by member; a job with a problem is left out, and the problem is collected."""
+    for index, member in enumerate(members):
+        views = {view.name: (number, view) for number, view in enumerate(member.all_views)}
+        for job in jobs_of(models, member.name):
             key = template_place = f"models[{index}]"
-            title, swap, reads = name, dict[str, str](), kind.reads()
-            if view is not None:
-                key = f"{key}.views[{model.views.index(view)}]"
+            if job.view:
+                number, view = views[job.view]
+                key = f"{key}.views[{number}]"
                 template_place = key if "prompt_template" in view.changes else template_place
-                title, swap = f"{name} (view {view.name})", view.columns
-                reads = member_kind(model.as_view(view)).reads()
+            reads = member_kind(job.settings).reads()
             columns = reads.columns
             template: PromptTemplate | None = None
             if reads.template is not None:
@@ -101,23 +117,11 @@ def member_views(kinds: Mapping[str, MemberKind[Any, Any]], problems: Problems) 
                 problems.add([f"{key}.choices: {text}"])
             if reads.choices is not None:
                 columns = tuple(dict.fromkeys([*columns, reads.choices]))
-            if swap and not set(swap) & set(columns):
+            if job.swap and not set(job.swap) & set(columns):
                 read = ", ".join(columns) or "no column"
                 problems.add([f"{key}.swap.columns: the member reads neither of them; it reads {read}"])
                 continue
-            yield MemberView(
-                member=name,
-                job=name if view is None else job_name(name, view.name),
-                key=key,
-                title=title,
-                template_key=f"{template_place}.prompt_template",
-                swap=swap,
-                columns=columns,
-                any_type=reads.any_type,
-                template=template,
-                choices=reads.choices,
-                one_choice=reads.one_choice,
-            )
+            yield MemberView(job, key, f"{template_place}.prompt_template", reads, columns, template)
 
 
 def member_columns(views: Iterable[MemberView], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -128,9 +132,9 @@ def member_columns(views: Iterable[MemberView], names: Iterable[str]) -> dict[st
     return {name: tuple(of_member) for name, of_member in columns.items()}
 
 
-def member_files(kinds: Mapping[str, MemberKind[Any, Any]], folder: Path) -> dict[str, FileCells]:
+def member_files(models: Iterable[Model], folder: Path) -> dict[str, FileCells]:
     """Return the column that names files, by name of the members that read files; ``folder`` is the table's."""
-    files = {name: kind.reads().files for name, kind in kinds.items()}
+    files = {model.member: model.kind.reads().files for model in models}
     return {
         name: replace(cells, folder=cells.folder or folder)
         for name, cells in files.items()

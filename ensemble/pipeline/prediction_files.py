@@ -1,4 +1,4 @@
-"""Read files of predictions that a user names: the member's name, the id column, and the labels.
+"""Read files of predictions that a user names, and say whether those of a run are by a config's settings.
 
 ``merge``, ``fit`` and ``compare`` share these rules.
 """
@@ -6,17 +6,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from ensemble.common.digests import FileDigests, changed, digests_of
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
+from ensemble.common.files import read_json
 from ensemble.common.protocol import SUM_TOLERANCE, Activation
 from ensemble.common.remote_files import address_of, local_path
 from ensemble.common.text import listed, quoted
+from ensemble.config import RunConfig
 from ensemble.config.values import MAX_NAME_CHARACTERS, is_member_name
 from ensemble.data.formats import column_names
 from ensemble.data.input_file import without_pandas_index
@@ -29,6 +33,11 @@ from ensemble.data.predictions_csv import (
     read_cells,
     read_predictions,
 )
+from ensemble.jobs.causes import WEIGHTS, Causes, settings_of_job
+from ensemble.jobs.job import compile_models, jobs_of
+from ensemble.members.base import OutputColumns
+from ensemble.members.registry import member_kind
+from ensemble.pipeline.run_dir import RunDir
 
 # Names of columns that hold a row's fold or true label beside its predictions.
 _NO_LABELS: Final = {"fold", "kfold", "split", "target"}
@@ -165,3 +174,45 @@ def read_as_written(
     """Read predictions that a run wrote; see ``read_predictions`` and ``demand_as_written``."""
     demand_as_written(path)
     return read_predictions(path, id_column, labels)
+
+
+def changed_members(config: RunConfig, members: Collection[str], run_dir: Path) -> dict[str, list[str]]:
+    """Return what has changed of each member since its predictions in a run's directory were made.
+
+    These are settings, and what files hold, such as "weights". Members whose files are not on this machine are not
+    compared, nor are the rows, as the run may be of a sample, nor what devices decide.
+    """
+    rundir, files = RunDir(run_dir), FileDigests(config.hash_weights)
+    columns = OutputColumns(config.data.id_column, config.labels, config.data.path.parent)
+    by_member: dict[str, list[str]] = {}
+    for member in config.models:
+        if member.name not in members or member.training is not None:
+            continue
+        names: list[str] = []
+        models = compile_models([member], config.labels)
+        weights = digests_of({WEIGHTS: [job.weight for job in jobs_of(models, member.name)]})
+        before = _causes_of(rundir, member.name)
+        if member.counted_views and before is not None:
+            names += changed(weights, before.settings)
+        with suppress(EnsembleError):  # a file is missing
+            for model in models:
+                inspected = model.kind.inspect(columns)
+                for job in model.jobs:
+                    kind, before = member_kind(job.settings), _causes_of(rundir, job.name)
+                    if before is not None:
+                        settings = settings_of_job(config, job, kind.fingerprint_anywhere(inspected))
+                        names += changed(settings, before.settings)
+                        names += changed(kind.content(inspected, files), before.content)
+        if names:
+            by_member[member.name] = [*dict.fromkeys(names)]
+    return by_member
+
+
+def _causes_of(rundir: RunDir, name: str) -> Causes | None:
+    return Causes.from_dict(read_json(rundir.manifest(name)).get("fingerprint"))
+
+
+def changed_sentence(by_member: Mapping[str, Sequence[str]]) -> str:
+    """Return what ``changed_members`` returned as the beginning of a sentence."""
+    members = " and ".join(f"{name} ({', '.join(keys)})" for name, keys in by_member.items())
+    return f"the settings of {members} have changed since the predictions there were made"

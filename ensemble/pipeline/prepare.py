@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from ensemble.data.submission import Sample, read_sample
 from ensemble.data.table import InputTable, TableNeeds, read_table, row_text
 from ensemble.data.template import PromptTemplate
 from ensemble.jobs.job import Model, by_member, compile_models
+from ensemble.jobs.when import ExpectedShare
 from ensemble.members.base import ExternalPredictions, Inspection, MemberKind, OutputColumns
 from ensemble.members.questions import ask
 from ensemble.members.registry import kind_for_checks
@@ -45,9 +46,7 @@ from ensemble.merging.post_process import (
     compile_condition,
     rows_that_meet,
 )
-from ensemble.pipeline.cascade import expected_shares
 from ensemble.pipeline.checks import (
-    Kinds,
     Problems,
     answer_key,
     check_answers,
@@ -71,8 +70,8 @@ from ensemble.pipeline.member_views import (
 from ensemble.pipeline.prepared import Prepared, merged_activation
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport, measured_speeds
+from ensemble.pipeline.selection import expected_shares, share_of_job
 from ensemble.pipeline.trained_members import HeldOut, held_out
-from ensemble.planning.cascade import ExpectedShare
 from ensemble.planning.forecast import Speed
 from ensemble.planning.placement import ModelFacts, chosen_devices
 from ensemble.planning.plan import Plan, plan_run
@@ -84,16 +83,25 @@ class _Members:
     """Hold the config's models, and what is known of those that could be inspected, by name; see ``Prepared``."""
 
     models: tuple[Model, ...]
-    kinds: Kinds  # of members
     views: tuple[MemberView, ...]
     columns: dict[str, tuple[str, ...]]
-    files: dict[str, FileCells]
+    files: Mapping[str, FileCells]
     file_states: dict[str, FileState]
     of_models: dict[str, Inspection]
 
     @property
     def inspected(self) -> dict[str, Inspection]:
         return by_member(self.models, self.of_models)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Hold what the table's rows say beside the texts that members read; see ``Prepared``."""
+
+    previews: dict[str, str] = field(default_factory=dict)
+    post: PostProcess = field(default_factory=PostProcess)
+    given: dict[str, PredictionFile] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 def prepare(
@@ -112,26 +120,18 @@ def prepare(
     """
     config, problems = loaded.config, Problems()
     with contextlib.ExitStack() as on_error:
-        launcher: Launcher | None = None
-        with problems.at(loaded.document.where(("launcher",))):
-            launcher = make_launcher(config.launcher, config.hang_timeout)
+        where = loaded.document.where(("launcher",))
+        launcher = problems.value_of(where, make_launcher, config.launcher, config.hang_timeout)
+        if launcher is not None:
             on_error.callback(launcher.close)
         members = _inspect_members(config, problems)
         problems.add(unsupported((), needed_packages(members.models, members.of_models)))
         problems.add(place_problems(loaded, members.models))
-        conditions: dict[int, PromptTemplate] = {}
-        for number, rule in enumerate(config.rules or ()):
-            with problems.at(rule_key(loaded, number)):
-                conditions[number] = compile_condition(rule.when)
+        conditions = _compile_conditions(loaded, problems)
         answers = make_answers(loaded, problems)
         needs = _table_needs(config, members)
         table_state = file_state(config.data.path)
-        table: InputTable | None = None
-        with problems.at():
-            table = _read_table(loaded, needs, conditions, answers)
-            if file_state(config.data.path) != table_state:  # it is read in several passes
-                path = config.data.path
-                raise DataError(f"{path}: changed while it was read; start again when it is complete")
+        table = problems.value_of("", _read_table, loaded, needs, conditions, answers, table_state)
         held = HeldOut()
         if table is not None and loaded.trained:
             with problems.at():
@@ -141,106 +141,103 @@ def prepare(
                 members = _inspect_members(config, problems)
         check_answers(loaded, answers, table, members.inspected, problems)
         sample = _read_sample(config, table, answers, problems)
-        devices: Inventory | None = None
-        gpus: tuple[Device, ...] = ()
-        if launcher is not None:
-            with problems.at():
-                devices, gpus = _find_devices(config, launcher)
-        previews: dict[str, str] = {}
-        allowed: AllowedLabels | None = None
-        rules: RowRules | None = None
-        values: dict[str, PredictionFile] = {}
-        warnings: list[str] = []
+        devices = None if launcher is None else problems.value_of("", _find_devices, config, launcher)
+        rows = _Rows()
         if table is not None:
-            previews = first_texts(members.views, table, problems)
-            if config.data.allowed_labels is not None:
-                with problems.at("data.allowed_labels"):
-                    allowed = _read_allowed_labels(config, table)
-            if conditions and len(conditions) == len(config.rules or ()):
-                with problems.at():
-                    rules = _find_rule_rows(loaded, table, conditions, members.inspected, problems)
-            if conditions or answers or allowed is not None:
+            rows = _look_at_rows(loaded, members, table, conditions, problems)
+            if conditions or answers or config.data.allowed_labels is not None:
                 table = table.only(needs.columns)
-            values, warnings = _read_predictions(config, members, table, problems)
-            warnings += _look_for_files(members, table, problems)
-            choices = _read_choices(config, members, table, problems)
-            allowed = allowed or choices
         problems.add(member_problems(config, members.models, members.of_models))
         problems.add(rule_problems(loaded, members.inspected))
-        shares: dict[str, ExpectedShare] = {}
-        with problems.at():
-            folder, is_named = predictions_in or config.output_dir, predictions_in is not None
-            shares = expected_shares(config, members.inspected, values, folder, is_named=is_named)
+        shares = problems.value_of(
+            "",
+            expected_shares,
+            config,
+            members.models,
+            members.inspected,
+            rows.given,
+            predictions_in or config.output_dir,
+            is_named=predictions_in is not None,
+        )
         plan: Plan | None = None
         nodes: tuple[Node, ...] = ()
         if launcher is not None and devices is not None:
-            with problems.at():
-                facts = _model_facts(
-                    config, members.models, members.of_models, members.columns, table, shares, held.rows
-                )
-                plan = _plan(config, facts, gpus, devices.hosts, launcher)
-                if must_fit or table is None:
-                    problems.add(plan.problems, DeviceError)
+            gpus, hosts = chosen_devices(devices.gpus, config.devices), devices.hosts
+            plan = problems.value_of(
+                "", _plan, config, members, table, shares or {}, held.rows, gpus, hosts, launcher
+            )
+            if plan is not None and (must_fit or table is None):
+                problems.add(plan.problems, DeviceError)
             if devices.hosts:
                 with problems.at():
                     nodes = nodes_of(members.models, members.of_models, launcher)
                     if must_fit:
                         problems.add((text for node in nodes for text in node.problems), CheckpointError)
         problems.raise_any()
+        prepared = Prepared(
+            loaded=loaded,
+            table=problems.demand(table),
+            models=members.models,
+            of_models=members.of_models,
+            columns=members.columns,
+            plan=problems.demand(plan),
+            launcher=problems.demand(launcher),
+            inventory=problems.demand(devices),
+            sample=sample,
+            warnings=(),
+            previews=rows.previews,
+            file_states=members.file_states,
+            table_state=table_state,
+            needs=needs,
+            shares=problems.demand(shares),
+            post=rows.post,
+            job_columns={view.job.name: view.table_columns for view in members.views},
+            job_rows=held.rows,
+            files=members.files,
+            nodes=nodes,
+        )
         if is_for_run:
             on_error.pop_all()
-    assert table is not None
-    assert devices is not None
-    assert plan is not None
-    assert launcher is not None
-    # The names of the GPUs, else of the hosts, else of this machine's CPU.
-    names = [device.name for device in gpus or devices.hosts] or [cpu_products()]
-    return Prepared(
-        loaded=loaded,
-        table=table,
-        models=members.models,
-        of_models=members.of_models,
-        columns=members.columns,
-        plan=plan,
-        launcher=launcher,
-        inventory=devices,
-        sample=sample,
-        warnings=(
-            *devices.warnings,
-            *dict.fromkeys(text for inspection in members.of_models.values() for text in inspection.warnings),
-            *dict.fromkeys(
-                f"models[{model.index}].{text}"
-                for model in members.models
-                for text in (
-                    *model.kind.warnings(members.of_models[model.name]),
-                    *model.kind.prompt_warnings(previews.get(model.member, "")),
-                )
-            ),
-            *held.remarks,
-            *warnings,
-            *(() if sample is None else sample.remarks),
-            *worker_warnings(plan),
-            *run_warnings(loaded, members.inspected, table, allowed, rules, names),
-        ),
-        previews=previews,
-        file_states=members.file_states,
-        table_state=table_state,
-        needs=needs,
-        shares=shares,
-        post=PostProcess(allowed, rules),
-        job_columns={view.job: view.table_columns for view in members.views},
-        job_rows=held.rows,
-        files=members.files,
-        nodes=nodes,
+    return replace(prepared, warnings=tuple(_warnings(prepared, held.remarks, rows.warnings)))
+
+
+def _warnings(prepared: Prepared, *remarks: Sequence[str]) -> Iterator[str]:
+    """Yield the warnings about a run, with remarks about its rows."""
+    plan, models, of_models = prepared.plan, prepared.models, prepared.of_models
+    yield from prepared.inventory.warnings
+    yield from dict.fromkeys(text for inspection in of_models.values() for text in inspection.warnings)
+    yield from dict.fromkeys(
+        f"models[{model.index}].{text}"
+        for model in models
+        for text in (
+            *model.kind.warnings(of_models[model.name]),
+            *model.kind.prompt_warnings(prepared.previews.get(model.member, "")),
+        )
     )
+    yield from chain.from_iterable(remarks)
+    if prepared.sample is not None:
+        yield from prepared.sample.remarks
+    yield from worker_warnings(plan)
+    # The names of the GPUs, else of the hosts, else of this machine's CPU.
+    names = [device.name for device in plan.gpus or prepared.inventory.hosts] or [cpu_products()]
+    yield from run_warnings(prepared.loaded, prepared.inspected, prepared.table, prepared.post, names)
+
+
+def _compile_conditions(loaded: LoadedConfig, problems: Problems) -> dict[int, PromptTemplate]:
+    """Return the condition of each rule by its number, except those that have a mistake."""
+    conditions: dict[int, PromptTemplate] = {}
+    for number, rule in enumerate(loaded.config.rules or ()):
+        with problems.at(rule_key(loaded, number)):
+            conditions[number] = compile_condition(rule.when)
+    return conditions
 
 
 def _inspect_members(config: RunConfig, problems: Problems) -> _Members:
     """Look at each member's views and files."""
-    kinds = {model.name: kind_for_checks(model) for model in config.models}
     models = compile_models(config.models, config.labels)
-    views = tuple(member_views(kinds, problems))
-    columns, files = member_columns(views, kinds), member_files(kinds, config.data.path.parent)
+    views = tuple(member_views(config.models, models, problems))
+    columns = member_columns(views, [member.name for member in config.models])
+    files = member_files(models, config.data.path.parent)
     file_states = _file_states(model.kind for model in models)  # before anything is read of the files
     questions = [model.kind.question() for model in models]
     ask([question for question in questions if question is not None])
@@ -248,7 +245,30 @@ def _inspect_members(config: RunConfig, problems: Problems) -> _Members:
     for model in models:
         with problems.at(model.place):
             of_models[model.name] = model.kind.inspect(_outputs(config))
-    return _Members(models, kinds, views, columns, files, file_states, of_models)
+    return _Members(models, views, columns, files, file_states, of_models)
+
+
+def _look_at_rows(
+    loaded: LoadedConfig,
+    members: _Members,
+    table: InputTable,
+    conditions: Mapping[int, PromptTemplate],
+    problems: Problems,
+) -> _Rows:
+    """Try the templates, apply the rules' conditions, and read what stands elsewhere for the rows."""
+    config = loaded.config
+    previews = first_texts(members.views, table, problems)
+    allowed: AllowedLabels | None = None
+    rules: RowRules | None = None
+    if config.data.allowed_labels is not None:
+        allowed = problems.value_of("data.allowed_labels", _read_allowed_labels, config, table)
+    if conditions and len(conditions) == len(config.rules or ()):
+        inspected = members.inspected
+        rules = problems.value_of("", _find_rule_rows, loaded, table, conditions, inspected, problems)
+    given, warnings = _read_predictions(config, members, table, problems)
+    warnings += _look_for_files(members, table, problems)
+    choices = _read_choices(config, members, table, problems)
+    return _Rows(previews, PostProcess(allowed or choices, rules), given, tuple(warnings))
 
 
 def _outputs(config: RunConfig) -> OutputColumns:
@@ -260,8 +280,12 @@ def _read_table(
     needs: TableNeeds,
     conditions: Mapping[int, PromptTemplate],
     answers: Mapping[str, Answer],
+    state: FileState | None,
 ) -> InputTable:
-    """Read the table with the columns of conditions, formats of answers and allowed labels."""
+    """Read the table with the columns of conditions, formats of answers and allowed labels.
+
+    ``state`` is that of its file from before.
+    """
     also = {name: rule_key(loaded, number) for number, rule in conditions.items() for name in rule.columns}
     for column, answer in answers.items():
         also |= dict.fromkeys(answer.columns, answer_key(loaded, column))
@@ -275,7 +299,11 @@ def _read_table(
         also[allowed] = "data.allowed_labels"
         json_columns.append(allowed)
     needs = replace(needs, also=also, json_columns=tuple(dict.fromkeys(json_columns)))
-    return read_table(loaded.config.data.path, needs)
+    path = loaded.config.data.path
+    table = read_table(path, needs)
+    if file_state(path) != state:  # it is read in several passes
+        raise DataError(f"{path}: changed while it was read; start again when it is complete")
+    return table
 
 
 def _read_allowed_labels(config: RunConfig, table: InputTable) -> AllowedLabels:
@@ -349,15 +377,16 @@ def _find_rule_rows(
     return rules
 
 
-def _find_devices(config: RunConfig, launcher: Launcher) -> tuple[Inventory, tuple[Device, ...]]:
-    """Return the devices, and the GPUs to use."""
+def _find_devices(config: RunConfig, launcher: Launcher) -> Inventory:
+    """Return the devices; raise a DeviceError if the GPUs that the config chooses are not among them."""
     may_use = may_use_gpus(config)
     if not any(may_use) and (config.launcher == "local" or not may_use):
-        return Inventory((), "", None, ()), ()
+        return Inventory((), "", None, ())
     machine = launcher.inventory()
     if machine.mask_problem and any(may_use):
         raise DeviceError(machine.mask_problem)
-    return machine, chosen_devices(machine.gpus, config.devices)
+    chosen_devices(machine.gpus, config.devices)
+    return machine
 
 
 def _read_predictions(
@@ -366,10 +395,11 @@ def _read_predictions(
     """Return the predictions of members that need no worker, by name, and warnings about rows that do not fit."""
     files: dict[str, PredictionFile] = {}
     warnings: list[str] = []
-    for index, (name, kind) in enumerate(members.kinds.items()):
+    for model in members.models:
+        name, kind = model.member, model.kind
         if kind.needs_worker or name not in members.inspected:
             continue
-        with problems.at(f"models[{index}] ({name})"):
+        with problems.at(f"models[{model.index}] ({name})"):
             predictions = given_predictions(kind, members.inspected[name], table, _outputs(config))
             values, source = predictions.values, " and ".join(kind.sources())
             files[name] = PredictionFile(
@@ -388,10 +418,8 @@ def _read_predictions(
 def _look_for_files(members: _Members, table: InputTable, problems: Problems) -> list[str]:
     """Return warnings about files that rows name and that are missing; that all are is a problem."""
     warnings: list[str] = []
-    for index, name in enumerate(members.kinds):
-        if name not in members.files:
-            continue
-        cells = members.files[name]
+    indexes = {model.member: model.index for model in members.models}
+    for name, cells in members.files.items():
         checked, missing = table.look_for_files(cells)
         if not missing:
             continue
@@ -401,7 +429,7 @@ def _look_for_files(members: _Members, table: InputTable, problems: Problems) ->
         if path is None:
             reason = f"its cell in {quoted(cells.column)} is empty"
         count = f"{len(missing):,} of {plural(checked, 'file')} looked at are missing"
-        text = f"models[{index}].{cells.key}: {count}"
+        text = f"models[{indexes[name]}].{cells.key}: {count}"
         if len(missing) < checked:
             warnings.append(f"{text}, the first in {place}: {reason}")
         else:
@@ -416,7 +444,7 @@ def _read_choices(
     """Return the positions that each row's choices have; None: no member has choices, or there is a problem."""
     counts: dict[str, list[int]] = {}
     for view in members.views:
-        column = None if view.choices is None else view.swap.get(view.choices, view.choices)
+        column = view.choices_column
         if column is not None and column not in counts:
             with problems.at(f"{view.key}.choices"):
                 counts[column] = choice_counts(table, column, len(config.labels))
@@ -459,12 +487,11 @@ def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Pre
         problems = Problems()
         members = _inspect_members(loaded.config, problems)
         problems.raise_any()
-        job_columns = {view.job: view.table_columns for view in members.views}
+        job_columns = {view.job.name: view.table_columns for view in members.views}
         prepared = replace(prepared, of_models=members.of_models, job_columns=job_columns, job_rows={})
-    facts = _model_facts(
-        loaded.config, models, prepared.of_models, prepared.columns, table, prepared.shares, {}
-    )
-    plan = _plan(loaded.config, facts, prepared.plan.gpus, prepared.inventory.hosts, prepared.launcher)
+    members = _Members(models, (), prepared.columns, prepared.files, {}, prepared.of_models)
+    gpus, hosts = prepared.plan.gpus, prepared.inventory.hosts
+    plan = _plan(loaded.config, members, table, prepared.shares, {}, gpus, hosts, prepared.launcher)
     if plan.problems:
         raise DeviceError(plan.problems)
     prepared = replace(prepared, sample=None, previews={}, post=PostProcess())
@@ -503,52 +530,40 @@ def may_use_gpus(config: RunConfig) -> list[bool]:
     return [kind.request().num_gpus != 0 for kind in kinds if kind.needs_worker]
 
 
-def _model_facts(
+def _plan(
     config: RunConfig,
-    models: Sequence[Model],
-    inspected: Mapping[str, Inspection],
-    columns: Mapping[str, tuple[str, ...]],
+    members: _Members,
     table: InputTable | None,
     shares: Mapping[str, ExpectedShare],
     rows_of_jobs: Mapping[str, npt.NDArray[np.bool_]],
-) -> dict[str, ModelFacts]:
-    """Return what the planner must know of each model; without the table, it plans devices only."""
-    facts = {}
-    for model in models:
+    gpus: Sequence[Device],
+    hosts: Sequence[Device],
+    launcher: Launcher,
+) -> Plan:
+    """Plan the run; without the table, this plans devices only."""
+    expected = {name: share.share for name, share in shares.items()}
+    facts: dict[str, ModelFacts] = {}
+    for model in members.models:
         name, kind = model.name, model.kind
         lengths, memory = np.zeros(1, dtype=np.int64), None
         if table is not None:
-            lengths = table.text_lengths(columns[model.member])
+            lengths = table.text_lengths(members.columns[model.member])
             if kind.reads().row_bytes is not None:
                 lengths = np.full(table.rows, kind.reads().row_bytes, dtype=np.int64)
-            if name in inspected:
-                memory = kind.memory(inspected[name], lengths, len(config.labels))
-        of_member = shares.get(model.member)
+            if name in members.of_models:
+                memory = kind.memory(members.of_models[name], lengths, len(config.labels))
         facts[name] = ModelFacts(
             name=name,
             request=kind.request(),
             lengths=lengths,
             memory=memory,
             needs_worker=kind.needs_worker,
-            expected_share=1.0 if of_member is None or model.settings.when is None else of_member.share,
-            job_shares={
-                job.name: shares[job.name].share for job in model.jobs if job.name in shares and job.when
-            },
+            job_shares={job.name: share_of_job(job.selection, expected) for job in model.jobs},
             job_rows={job.name: rows_of_jobs[job.name] for job in model.jobs if job.name in rows_of_jobs},
         )
-    return facts
-
-
-def _plan(
-    config: RunConfig,
-    facts: Mapping[str, ModelFacts],
-    gpus: tuple[Device, ...],
-    hosts: tuple[Device, ...],
-    launcher: Launcher,
-) -> Plan:
     speeds: dict[str, Speed] = {}
     with contextlib.suppress(DataError):  # there was no run here, or one of another version
         report = RunReport.read(RunDir(config.output_dir).run_json)
         computed_as = {model.name: model.computed_as for model in config.models}
         speeds = measured_speeds(report, [gpu.name for gpu in gpus], computed_as)
-    return plan_run(config, facts, gpus, speeds, hosts, launcher.trials)
+    return plan_run(config, members.models, facts, gpus, speeds, hosts, launcher.trials)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from ensemble.common.digests import FileDigests
 from ensemble.common.files import FileState
 from ensemble.common.gpus import Inventory
 from ensemble.common.protocol import Activation
@@ -16,11 +17,13 @@ from ensemble.config import LoadedConfig, RunConfig
 from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample
 from ensemble.data.table import InputTable, TableNeeds, Truth
-from ensemble.jobs.job import Model, by_member
+from ensemble.jobs.causes import Causes, settings_of_job
+from ensemble.jobs.job import Job, Model, by_member, member_of
+from ensemble.jobs.when import ExpectedShare
 from ensemble.members.base import Inspection
+from ensemble.members.registry import kind_for_checks
 from ensemble.merging.post_process import PostProcess
-from ensemble.planning.cascade import ExpectedShare
-from ensemble.planning.plan import Plan
+from ensemble.planning.plan import ModelPlan, Plan
 from ensemble.scheduling.launchers.base import Launcher, Node
 
 
@@ -40,7 +43,7 @@ class Prepared:
         table_state: of the table's file, from before it was read.
         needs: what is read of the table.
         post: the labels that are possible in each row, and the rules for some rows.
-        shares: the share of the rows that each member with ``when`` is expected to compute, by name.
+        shares: the share of the rows that each member or job with ``when`` is expected to compute, by name.
         files: the column that names files, by name of the members that read files.
         nodes: of the cluster; none on one machine.
         reuse: the directory of another run, from which rows are taken over; None: only from the run's own.
@@ -94,6 +97,23 @@ class Prepared:
     def problems(self) -> tuple[str, ...]:
         """Return a sentence for each member that fits nowhere, or not on a node of the cluster."""
         return (*self.plan.problems, *(text for node in self.nodes for text in node.problems))
+
+    def file_cells(self, job: Job) -> FileCells | None:
+        """Return the cells that name files for a job; None if it reads no files."""
+        cells = self.files.get(member_of(job.name))
+        return cells and replace(cells, column=job.swap.get(cells.column, cells.column))
+
+    def causes(self, plan: ModelPlan, job: Job, files: FileDigests) -> Causes:
+        """Return everything that a job's probabilities depend on; the table must still have its columns.
+
+        With ``hash_weights`` every byte of the weights counts; switching it on or off counts as a change.
+        """
+        kind, inspected = kind_for_checks(job.settings), self.of_models[plan.name]
+        return Causes(
+            settings=settings_of_job(self.config, job, kind.fingerprint(inspected, plan.placement)),
+            content=kind.content(inspected, files),
+            rows=self.table.digest(self.job_columns[job.name], self.file_cells(job)),
+        )
 
     def even_value(self, member: str) -> float:
         """Return the value of every column in a row of which nothing is known."""

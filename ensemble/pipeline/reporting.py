@@ -12,21 +12,21 @@ from datetime import UTC, datetime
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from ensemble.common.clock import boot_seconds
 from ensemble.common.gpus import Device
 from ensemble.common.host import cpu_name
 from ensemble.common.protocol import Counters
 from ensemble.common.version import __version__
-from ensemble.jobs.job import Job, jobs_of
-from ensemble.pipeline.cascade import Cascades
+from ensemble.jobs.job import Job, When, jobs_of
+from ensemble.jobs.work import Computation
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.results import predictions_title
 from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run_report import (
     SCHEMA,
     CascadeReport,
-    Computation,
     MemberProgress,
     MemberReport,
     MemoryForecast,
@@ -36,7 +36,7 @@ from ensemble.pipeline.run_report import (
     Status,
     ViewReport,
 )
-from ensemble.planning.cascade import When
+from ensemble.pipeline.selection import Selections
 from ensemble.planning.forecast import Speed, calibrated
 from ensemble.planning.plan import ModelPlan
 from ensemble.scheduling.device_pool import DevicePool
@@ -74,7 +74,7 @@ class RunState:
     node_changes: Sequence[NodeChange] = ()
     left_out: Sequence[Failure] = ()
     explanation: str = ""
-    cascades: Cascades = field(init=False)
+    selections: Selections = field(init=False)
 
     def report(self, status: Status) -> RunReport:
         prepared = self.prepared
@@ -154,7 +154,7 @@ class RunState:
         # If an earlier run completed the member, the report shows the workers of that run.
         is_reused = work.is_complete and not progress.workers
         workers = work.workers if is_reused else progress.workers
-        bad_rows = work.bad_rows if work.is_complete else work.bad_rows_of_jobs()
+        bad_rows = work.bad_rows
         given_files = () if plan.needs_worker else plan.loaded.kind.sources()
         jobs = [job for job in jobs_of(self.prepared.models, name) if job.view]
         outcome: Literal["complete", "unfinished"] = (
@@ -165,21 +165,20 @@ class RunState:
             status=outcome if progress.failure is None else progress.failure.outcome,
             weight=settings.weight,
             calibration={} if settings.calibration is None else settings.calibration.model_dump(mode="json"),
-            fingerprint=work.fingerprint.digest,
-            taken_over=dict(sum((Counter(part.rows_taken) for part in work.parts), Counter())),
+            fingerprint=work.predictions.causes.digest,
+            taken_over=dict(sum((Counter(job.rows_taken) for job in work.jobs), Counter())),
             work=sum(state.plan.work * state.computed_cost for state in states),
             computed_as=settings.computed_as,
-            settings=dict(work.settings),
             speed=_speed_of(states),
             forecast=_memory_forecast(plan, workers),
             counters=sum((state.counters for state in states), Counters()),
             bad_rows={str(row): bad_rows[row] for row in sorted(bad_rows)},
-            cascade=self._cascade(settings.when, name),
+            cascade=self._cascade(settings.when, name, self.selections.rows_of_member(name)),
             activation=self.prepared.inspected[name].activation,
             views={job.view: self._view(work, job) for job in jobs},
             given_files=tuple(map(os.path.abspath, given_files)),
             computed=self.computation(states),
-            computed_before=work.computed_before,
+            computed_before=work.predictions.computed_before,
         )
 
     def _view(self, work: MemberWork, job: Job) -> ViewReport:
@@ -188,20 +187,22 @@ class RunState:
         Nothing of an earlier run's jobs was read again then, unless some of them may lack rows.
         """
         rows = self.results.job_rows.get(job.name)
-        (part,) = (part for part in work.jobs if part.name == job.name)
+        (of_job,) = (each for each in work.jobs if each.name == job.name)
+        selected = self.selections.rows_of(job.name)
         if work.is_complete:
-            is_counted = part.is_done if job.may_lack_rows else np.ones_like(part.is_done)
-            selected = self.cascades.rows_of(job.name)
+            is_counted = np.ones_like(of_job.is_done) if job.selection is None else of_job.is_done
             rows = int((is_counted if selected is None else is_counted & selected).sum())
-        return ViewReport(job.weight, rows, part.fingerprint.digest, self._cascade(job.when, job.name))
+        when = None if job.own_selection is None else job.own_selection.when
+        return ViewReport(job.weight, rows, of_job.causes.digest, self._cascade(when, job.name, selected))
 
-    def _cascade(self, when: When | None, work: str) -> CascadeReport | None:
-        """Return what ``when`` selected for a member or view."""
+    def _cascade(
+        self, when: When | None, name: str, rows: npt.NDArray[np.bool_] | None
+    ) -> CascadeReport | None:
+        """Return what ``when`` of a member or job selected."""
         if when is None:
             return None
-        rows = self.cascades.rows_of(work)
         return CascadeReport(
-            {**when}, 0 if rows is None else int(rows.sum()), self.cascades.is_selected(work)
+            {**when}, 0 if rows is None else int(rows.sum()), self.selections.is_selected(name)
         )
 
 
@@ -226,7 +227,8 @@ def progress_of(states: Sequence[ModelState]) -> MemberProgress:
     seconds = sum(state.predicting_seconds for state in states)
     seconds_left = states[0].seconds_left
     if len(states) > 1 and computed:
-        seconds_left = seconds * (1.0 - fraction) / computed
+        left = sum(share * state.work_left for share, state in zip(shares, states, strict=True))
+        seconds_left = seconds * left / computed
     return MemberProgress(
         name=first.member,
         phase=next(phase for phase in _MOST_TELLING if phase in phases),
@@ -307,6 +309,6 @@ def _seconds_left(prepared: Prepared, models: Sequence[ModelState]) -> float | N
         if whole_seconds is None:
             return None
         startup = 0.0 if state.running else state.plan.demand.startup_seconds
-        compute_seconds = whole_seconds * state.work_left * state.plan.expected_share
+        compute_seconds = whole_seconds * state.work_left
         demands.append(replace(state.plan.demand, startup_seconds=startup, compute_seconds=compute_seconds))
     return round(prepared.plan.seconds_of(demands), 3)

@@ -19,29 +19,28 @@ import pyarrow as pa
 
 from ensemble.common.errors import MergeError
 from ensemble.common.files import atomic_path, is_parquet
-from ensemble.common.shards import file_sha256
+from ensemble.common.shards import file_sha256, write_bits
 from ensemble.common.text import plural, shown_path
 from ensemble.config import MemberConfig
 from ensemble.config.schema import FittingConfig
 from ensemble.data.csv_file import write_csv
 from ensemble.data.digests import truth_sha256
 from ensemble.data.submission import Sample
-from ensemble.jobs.job import jobs_of
+from ensemble.jobs.job import Model, jobs_of
+from ensemble.jobs.work import Computation, Work, values_of, write_manifest
 from ensemble.members.base import OutputColumns
-from ensemble.merging.blocks import MergedMember, RowCheck, Without, block_spans, merge_blocks
+from ensemble.merging.blocks import MergedMember, RowCheck, Without, block_spans, mean_of_jobs, merge_blocks
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
 from ensemble.merging.post_process import RowRules
 from ensemble.merging.scoring import CascadeScoring, Gain, Resamples, Scoring
-from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepare import given_predictions
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.resume import MemberWork, demand_unchanged, mean_of_jobs, values_of, write_manifest
-from ensemble.pipeline.reuse import write_bits
+from ensemble.pipeline.resume import MemberWork, demand_unchanged
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import AllowedLabelsReport, Computation, Results
-from ensemble.planning.plan import ModelPlan
+from ensemble.pipeline.run_report import AllowedLabelsReport, Results
+from ensemble.pipeline.selection import Selections
 
 # The ensemble's name among the scores.
 ENSEMBLE_ROW: Final = "ensemble"
@@ -53,10 +52,18 @@ def predictions_title(member: str) -> str:
 
 
 class ResultWriter:
-    """Write a run's results, and their counts and scores into ``results``."""
+    """Write a run's results, and their counts and scores into ``results``.
+
+    ``works`` are by member; ``selections`` say which rows of their jobs count.
+    """
 
     def __init__(
-        self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork], results: Results
+        self,
+        prepared: Prepared,
+        rundir: RunDir,
+        works: Mapping[str, MemberWork],
+        selections: Selections,
+        results: Results,
     ) -> None:
         self._prepared = prepared
         self._config = prepared.config
@@ -64,11 +71,11 @@ class ResultWriter:
         self._works = works
         self._labels = prepared.config.labels
         self._resamples = Resamples(prepared.table.rows)
-        self.cascades = Cascades(prepared, rundir, works)
+        self._selections = selections
         self.results = results
 
     def write_predictions(
-        self, plan: ModelPlan, by_model: Computation | None = None, by_member: Computation | None = None
+        self, model: Model, by_model: Computation | None = None, by_member: Computation | None = None
     ) -> None:
         """Gather a finished model's shards into a CSV for each job, with what the model computed in this run.
 
@@ -78,39 +85,34 @@ class ResultWriter:
         Raises:
             MergeError: a row is missing, or the model's files changed since the run began.
         """
-        name, work = plan.member, self._works[plan.member]
-        if not work.is_complete:
-            parts = {part.name: part for part in work.parts}
-            demand_unchanged(self._prepared, plan, [parts[job.name] for job in plan.jobs])
-            for job in plan.jobs:
-                part = parts[job.name]
-                if not part.is_complete:
-                    self._complete(part, self._values_in_shards(name, part), by_model)
-        if not work.is_complete:
-            if not all(part.is_complete for part in work.parts):
+        member = self._works[model.member]
+        if not member.is_complete:
+            jobs = {job.name: job for job in member.jobs}
+            works = [jobs[job.name] for job in model.jobs]
+            demand_unchanged(self._prepared, model, works)
+            for work in works:
+                if not work.is_complete:
+                    self._complete(work, self._values_in_shards(work, model.member), by_model)
+            if not all(job.is_complete for job in member.jobs):
                 return
-            self._complete(work, self._mean_of_complete(name), by_member)
-        self.results.files[predictions_title(name)] = str(self._rundir.predictions(name).absolute())
+            if member.mean is not None:
+                member.mean.bad_rows = member.bad_rows
+                self._complete(member.mean, self._mean(member), by_member)
+        path = str(self._rundir.predictions(member.name).absolute())
+        self.results.files[predictions_title(member.name)] = path
 
-    def _mean_of_complete(self, member: str) -> _Values:
-        """Return the mean of a member's jobs, [rows, labels]; NaN in rows that the member is not to have."""
-        work = self._works[member]
-        work.bad_rows = work.bad_rows_of_jobs()
-        values_of_jobs = [self._values_of_job(part) for part in work.jobs]
-        mean = mean_of_jobs(values_of_jobs, self._weights(member))
-        # An earlier run may have computed more rows of this job than the member needs now.
-        for part, values in zip(work.jobs, values_of_jobs, strict=True):
-            if self.cascades.own_rows_of(part.name) is None:
-                mean[np.isnan(values).any(axis=1)] = np.nan
-        return mean
+    def _mean(self, member: MemberWork) -> _Values:
+        """Return the mean of a member's jobs, [rows, labels], as far as they are done; NaN in rows without any."""
+        weights = [job.weight for job in jobs_of(self._prepared.models, member.name)]
+        values = [self._selections.values_of(job.name) for job in member.jobs]
+        if member.mean is not None:
+            self._count_jobs(member, np.array([~np.isnan(of_job[:, 0]) for of_job in values]))
+        return mean_of_jobs(values, weights)
 
-    def _weights(self, member: str) -> list[float]:
-        return [job.weight for job in jobs_of(self._prepared.models, member)]
-
-    def _values_in_shards(self, member: str, work: MemberWork) -> _Values:
-        """Return the values of a work that is done, [rows, labels]; NaN in rows that it need not have."""
+    def _values_in_shards(self, work: Work, member: str) -> _Values:
+        """Return the values of a job that is done, [rows, labels]; NaN in rows that it need not have."""
         values = values_of(self._rundir, work, len(self._labels))
-        selected = self.cascades.rows_of(work.name)
+        selected = self._selections.rows_of(work.name)
         values[list(work.bad_rows)] = self._prepared.even_value(member)
         is_missing = np.isnan(values).any(axis=1)
         if selected is not None:
@@ -124,24 +126,16 @@ class ResultWriter:
             )
         return values
 
-    def _values_of_job(self, work: MemberWork) -> _Values:
-        """Return the values of a job, [rows, labels]; NaN in rows that its ``when`` leaves out."""
-        values = values_of(self._rundir, work, len(self._labels))
-        rows = self.cascades.own_rows_of(work.name)
-        if rows is not None:
-            values[~rows] = np.nan
-        return values
-
-    def write_given(self, plan: ModelPlan) -> None:
+    def write_given(self, model: Model) -> None:
         """Write the predictions of a member that needs no worker, with their manifest."""
         columns = OutputColumns(self._config.data.id_column, self._labels)
-        kind, inspected = plan.loaded.kind, self._prepared.of_models[plan.name]
-        predictions = given_predictions(kind, inspected, self._prepared.table, columns)
-        work = self._works[plan.member]
-        demand_unchanged(self._prepared, plan, [work])
+        inspected = self._prepared.of_models[model.name]
+        predictions = given_predictions(model.kind, inspected, self._prepared.table, columns)
+        work = self._works[model.member].predictions
+        demand_unchanged(self._prepared, model, [work])
         self._complete(work, predictions.values)
 
-    def _complete(self, work: MemberWork, values: _Values, computed: Computation | None = None) -> None:
+    def _complete(self, work: Work, values: _Values, computed: Computation | None = None) -> None:
         """Write the predictions and the manifest of a work; rows with NaN are left out."""
         is_present, ids = np.asarray(~np.isnan(values).any(axis=1)), self._prepared.table.ids
         if not is_present.all():
@@ -162,7 +156,9 @@ class ResultWriter:
         prepared, config, results = self._prepared, self._config, self.results
         # A first submission may have left some.
         results.scores, results.gain, results.merged_rows, results.kept_submission = {}, None, {}, ""
-        results.comparisons, results.job_rows, results.partial_rows = {}, {}, {}
+        results.comparisons, results.job_rows = {}, {}
+        partial_rows = results.partial_rows.items()
+        results.partial_rows = {name: rows for name, rows in partial_rows if self._works[name].is_complete}
         rules, allowed, path = prepared.post.rules, prepared.post.allowed, self._rundir.allowed_labels
         write_bits(self._rundir.rule_rows, None if rules is None else rules.rows)
         write_bits(path, None if allowed is None else allowed.flags.T)
@@ -259,9 +255,10 @@ class ResultWriter:
         activations = tuple(self._prepared.inspected[name].activation for name in names)
         merged: list[MergedMember] = []
         for member, activation in zip(members, activations, strict=True):
-            name, work = member.name, self._works[member.name]
+            name, work = member.name, self._works[member.name].predictions
             source = self._rundir.predictions(name) if work.is_complete else work.shards_dir
-            has_all_rows = work.is_complete and work.is_done.all() and self.cascades.rows_of(name) is None
+            selected = self._selections.rows_of_member(name)
+            has_all_rows = work.is_complete and work.is_done.all() and selected is None
             merged.append(
                 MergedMember(
                     name=name,
@@ -282,7 +279,9 @@ class ResultWriter:
                 CascadeScoring(truth, self._prepared.activation, self._resamples),
             )
             for number, name in enumerate(names)
-            if truth is not None and method.gives_probabilities and self.cascades.rows_of(name) is not None
+            if truth is not None
+            and method.gives_probabilities
+            and self._selections.rows_of_member(name) is not None
         }
         blocks = merge_blocks(
             method, merged, table.ids, table.text_bytes, self._prepared.post, self._exclusive, without
@@ -297,33 +296,29 @@ class ResultWriter:
 
     def _values_to_merge(self, name: str) -> _Values:
         """Return the values of the rows that a member is to have, [rows, labels]; NaN in the others."""
-        work, selected = self._works[name], self.cascades.rows_of(name)
-        if work.is_complete:
-            values = values_of(self._rundir, work, len(self._labels))
-            is_merged = None if selected is None else selected[work.is_done]
-            has_others = is_merged is not None and not is_merged.all()
-            write_bits(self._rundir.merged_rows(name), is_merged if has_others else None)
-        else:
-            parts = [self._values_of_job(part) for part in work.parts]
-            if self._config.on_bad_row == "uniform":
-                for part, of_job in zip(work.parts, parts, strict=True):
-                    of_job[list(part.bad_rows)] = self._prepared.even_value(name)
-            if work.jobs:
-                is_present = np.array([~np.isnan(of_job[:, 0]) for of_job in parts])
-                is_missing = ~is_present
-                for part, missing in zip(work.jobs, is_missing, strict=True):
-                    rows = self.cascades.own_rows_of(part.name)
-                    if rows is not None:
-                        missing &= rows
-                is_partial = is_present.any(axis=0) & is_missing.any(axis=0)
-                self.results.job_rows |= {
-                    part.name: int(rows) for part, rows in zip(work.jobs, is_present.sum(axis=1), strict=True)
-                }
-                self.results.partial_rows[name] = int(is_partial.sum())
-            values = mean_of_jobs(parts, self._weights(name))
+        member, selected = self._works[name], self._selections.rows_of_member(name)
+        if not member.is_complete:
+            return self._mean(member)
+        work = member.predictions
+        is_merged = None if selected is None else selected[work.is_done]
+        has_others = is_merged is not None and not is_merged.all()
+        write_bits(self._rundir.merged_rows(name), is_merged if has_others else None)
+        values = values_of(self._rundir, work, len(self._labels))
         if selected is not None:
             values[~selected] = np.nan
         return values
+
+    def _count_jobs(self, member: MemberWork, is_present: npt.NDArray[np.bool_]) -> None:
+        """Count the rows that jobs have, bool [jobs, rows], and the rows that lack some of the jobs."""
+        is_missing = ~is_present
+        for job, of_job in zip(member.jobs, is_missing, strict=True):
+            rows = self._selections.wanted_of(job.name)
+            if rows is not None:
+                of_job &= rows
+        is_partial = is_present.any(axis=0) & is_missing.any(axis=0)
+        counts = zip(member.jobs, is_present.sum(axis=1).tolist(), strict=True)
+        self.results.job_rows |= {job.name: rows for job, rows in counts}
+        self.results.partial_rows[member.name] = int(is_partial.sum())
 
     @property
     def _exclusive(self) -> bool:

@@ -23,7 +23,7 @@ from ensemble.common.protocol import CommonSpec, JobSpec, Start, WorkerSpec
 from ensemble.common.shards import CACHE_FOLDER, ORDER_FILE
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig, RunConfig
-from ensemble.jobs.job import member_of
+from ensemble.jobs.work import Work, write_bad_rows
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
@@ -33,17 +33,16 @@ from ensemble.pipeline.reporting import RunState, by_member, members_of
 from ensemble.pipeline.results import ResultWriter
 from ensemble.pipeline.resume import (
     Choices,
-    MemberWork,
     changed_cpu_choices,
     cpu_choice_of,
+    demand_reusable,
     find_works,
     kept_batches,
     refuse_trial,
-    write_bad_rows,
 )
-from ensemble.pipeline.reuse import demand_reusable
 from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to, system_errors_in
 from ensemble.pipeline.run_report import MERGED, MemberProgress, RunReport
+from ensemble.pipeline.selection import Selections
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_gpu_memory
 from ensemble.planning.plan import CpuChoice, ModelPlan
@@ -155,8 +154,8 @@ class _Run(RunState, RunHooks):
         self._rundir = rundir
         self._display = display
         self._signals = signals
-        self._writer = ResultWriter(prepared, rundir, self.works, self.results)
-        self.cascades = self._writer.cascades
+        self.selections = Selections(prepared, rundir, self.works)
+        self._writer = ResultWriter(prepared, rundir, self.works, self.selections, self.results)
         # Measures how long workers take, without the time in which this process did not run.
         self._watch = Watch(MAX_TURN_SECONDS)
         self._seconds_before_workers = 0.0
@@ -168,14 +167,14 @@ class _Run(RunState, RunHooks):
         try:
             self.works.update(find_works(self.prepared, rundir, self.say))
             self._write_predictions_without_workers()
-            self.cascades.begin()
+            self.selections.begin()
             self._take_over_cpu_choices()
             self._plan_what_is_left()
             works = self.works.values()
             self.report("running").write(rundir.run_json)
             is_work_left = any(state.has_work for state in self.models)
             # If weights of views changed, their mean is another one, with nothing to compute.
-            if is_work_left or any(work.jobs and not work.is_complete for work in works):
+            if is_work_left or any(work.mean is not None and not work.is_complete for work in works):
                 rundir.forget_results(keep_submission=self._config.time_limit is not None)
             loaded = self.prepared.loaded
             write_text(rundir.config, loaded.redactor(loaded.whole))
@@ -208,10 +207,10 @@ class _Run(RunState, RunHooks):
     def _working_models(self) -> list[ModelPlan]:
         return [state.plan for state in self.models if state.has_work]
 
-    def _works_of(self, plan: ModelPlan) -> list[MemberWork]:
+    def _works_of(self, plan: ModelPlan) -> list[Work]:
         """Return the works of a model's jobs, in their order."""
-        parts = {part.name: part for part in self.works[plan.member].parts}
-        return [parts[job.name] for job in plan.jobs]
+        works = {work.name: work for work in self.works[plan.member].jobs}
+        return [works[job.name] for job in plan.jobs]
 
     def _publish_work(self) -> None:
         rundir = self._rundir
@@ -232,7 +231,7 @@ class _Run(RunState, RunHooks):
 
     def _remove_work(self) -> None:
         """Remove shards of this run's members; those of members that the config leaves out stay."""
-        works = [part for work in self.works.values() for part in work.parts]
+        works = [job for work in self.works.values() for job in work.jobs]
         folders = [work.shards_dir for work in works]
         if self._config.limit is None:  # a trial removes only its own
             folders += [folder for name in self.works for folder in self._rundir.shards_dirs(name)]
@@ -266,7 +265,7 @@ class _Run(RunState, RunHooks):
             if plan.needs_worker or self.works[plan.member].is_complete:
                 continue
             self._rundir.forget_results(keep_submission=self._config.time_limit is not None)
-            self._writer.write_given(plan)
+            self._writer.write_given(plan.loaded)
 
     def _take_over_cpu_choices(self) -> None:
         """Plan members on the CPU as the run began with them; nodes of a cluster have their own cores."""
@@ -303,9 +302,9 @@ class _Run(RunState, RunHooks):
     def _what_is_left(self, plan: ModelPlan) -> ModelPlan:
         """Return a model with the chunks that are left to do; none while its rows are not selected."""
         if not plan.needs_worker:  # its file may lack rows
-            work = self.works[plan.member]
-            return replace(plan, is_undecided=False, order=plan.order[work.is_done[plan.order]])
-        return self.cascades.planned(self.prepared.plan, plan)
+            work = self.works[plan.member].predictions
+            return replace(plan, undecided={}, order=plan.order[work.is_done[plan.order]])
+        return self.selections.planned(self.prepared.plan, plan)
 
     def _write_first_submission(self) -> float:
         """Write a submission of the rows so far, and return the seconds to reserve for the last one."""
@@ -403,31 +402,26 @@ class _Run(RunState, RunHooks):
         """Write the predictions of a model that has all of its rows."""
         shutil.rmtree(self._works_of(state.plan)[0].shards_dir / CACHE_FOLDER, ignore_errors=True)
         states = [other for other in self.models if other.plan.member == state.plan.member]
-        self._writer.write_predictions(state.plan, self.computation([state]), self.computation(states))
+        self._writer.write_predictions(state.plan.loaded, self.computation([state]), self.computation(states))
 
     def on_jobs_done(self, state: ModelState) -> None:
         """Select rows of a model's next job, unless that waits for other models, too."""
         jobs = state.plan.jobs[: min(state.plan.undecided)]
-        self._begin_selected(self.cascades.end(*(job.name for job in jobs)))
+        self._begin_selected(self.selections.end(*(job.name for job in jobs)))
 
     def on_ended(self, state: ModelState) -> None:
-        """Begin members and jobs whose rows can be selected now that a model has finished or failed."""
+        """Begin jobs whose rows can be selected now that a model has finished or failed."""
         failure, may_go_on = state.failure, self._config.on_member_failure == "continue"
         if failure is not None and not failure.is_dropped and not may_go_on:
             return  # members that wait for it go on in a later run, which has its rows
-        names, member = [job.name for job in state.plan.jobs], state.plan.member
-        if failure is not None or self.works[member].is_complete:
-            names.append(member)
-        self._begin_selected(self.cascades.end(*names, is_left_out=failure is not None))
+        jobs = [job.name for job in state.plan.jobs]
+        self._begin_selected(self.selections.end(*jobs, is_left_out=failure is not None))
 
-    def _begin_selected(self, works: Collection[str]) -> None:
-        """Queue the chunks of members and jobs whose rows have been selected."""
-        members = set(map(member_of, works))
+    def _begin_selected(self, members: Collection[str]) -> None:
+        """Queue the chunks of members of which rows have been selected."""
         for state in self.models:
-            if state.plan.member in members and state.plan.is_undecided:
-                state.begin(self.cascades.planned(self.prepared.plan, state.plan))
-            elif state.plan.member in members and state.failure is None:
-                state.extend(self.cascades.with_selected_jobs(self.prepared.plan, state.plan))
+            if state.plan.member in members and state.failure is None:
+                state.extend(self.selections.with_selected(self.prepared.plan, state.plan))
 
     def on_change(self, models: Sequence[ModelState]) -> None:
         """Show the members, and write the report if it is due."""
@@ -478,10 +472,12 @@ class _Run(RunState, RunHooks):
             # Bad rows would fail the member; so it stays unfinished, as at any end of the time.
             is_bad = self._config.on_bad_row != "uniform" and any(state.bad_rows for state in states)
             unfinished = [state for state in states if not state.finished]
-            if is_bad or not unfinished or not all(state.may_end_early for state in unfinished):
+            is_undecided = all(state.plan.is_undecided for state in states)
+            may_end_early = unfinished and all(state.may_end_early for state in unfinished)
+            if is_bad or is_undecided or not may_end_early:
                 continue
             member = states[0].plan.member
-            self.cascades.keep_computed(member)
+            self.selections.keep_computed(member)
             for state in unfinished:
                 state.end_early()
                 try:
@@ -532,7 +528,7 @@ def worker_spec(
     prepared: Prepared,
     rundir: RunDir,
     model: ModelPlan,
-    works: Sequence[MemberWork],
+    works: Sequence[Work],
     offload_folder: Path | None = None,
 ) -> WorkerSpec:
     """Return what a worker of a model must know; ``works`` are those of the model's jobs."""

@@ -42,24 +42,24 @@ from ensemble.common.files import (
 from ensemble.common.redact import RedactingFormatter, Redactor
 from ensemble.common.shards import read_shard
 from ensemble.common.version import __version__
+from ensemble.jobs.job import JobFiles
 
 log = logging.getLogger("ensemble")
 # The beginnings of files that only runs write: logs, reports, manifests and files of rows.
 _MADE_BY_RUNS = re.compile(
     rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ensemble \S+ runs as process \d+ on "
     rb'|\{\s*"schema": "ensemble run \d+",'
-    rb'|\{\s*"fingerprint": \{\s*"scheme": \d+,\s*"settings": "[0-9a-f]{64}"'
+    rb'|\{\s*"fingerprint": \{\s*"scheme": \d+,\s*"settings": \{'
 )
 
 
-class RunDir:
+class RunDir(JobFiles):
     """Name the paths below an ``output_dir``; the constructor touches nothing on disk."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        super().__init__(root)
         self.config = root / "config.yaml"
         self.run_json = root / "run.json"
-        self.predictions_dir = root / "predictions"
         self.ensemble = root / "ensemble.csv"
         self.submission = root / "submission.csv"
         self.report_page = root / "report.html"
@@ -68,7 +68,6 @@ class RunDir:
         self.logs_dir = root / "logs"
         self.run_log = self.logs_dir / "run.log"
         self.report_log = self.logs_dir / "report.log"
-        self.work_dir = root / "work"
         self.table = self.work_dir / "table.arrow"
         self.tune_dir = root / "tune"  # of which each trial is a run directory
         self.lock = root / ".lock"
@@ -77,23 +76,11 @@ class RunDir:
         # All that a run uses, without its lock.
         self._run_paths = (*self._folders, self.config, self.run_json, *self._results)
 
-    def predictions(self, member: str) -> Path:
-        return self.predictions_dir / f"{member}.csv"
-
-    def manifest(self, member: str) -> Path:
-        return self.predictions_dir / f"{member}.json"
-
-    def rows(self, member: str) -> Path:
-        return self.predictions_dir / f"{member}.rows"
-
     def merged_rows(self, member: str) -> Path:
         return self.predictions_dir / f"{member}.merged"
 
     def log(self, member: str, replica: int) -> Path:
         return self.logs_dir / f"{member}-{replica}.log"
-
-    def shards_dir(self, job: str, fingerprint: str) -> Path:
-        return self.work_dir / f"{job}.{fingerprint[:16]}"
 
     def shards_dirs(self, member: str) -> list[Path]:
         """Return the folders of the shards of a member's jobs, with any fingerprint."""

@@ -19,6 +19,7 @@ from ensemble.common.redact import MASK
 from ensemble.common.text import duration, plural
 from ensemble.config.schema import FittingConfig, RuleConfig
 from ensemble.config.values import AnyWeight, weight_numbers
+from ensemble.jobs.work import Computation
 from ensemble.merging.scoring import CascadeComparison, Gain, Score
 from ensemble.planning.forecast import Speed
 from ensemble.scheduling.records import Failure, FaultRecord, Gap, NodeChange, WorkerRecord
@@ -80,16 +81,6 @@ class ViewReport:
     rows: int | None
     fingerprint: str = ""
     cascade: CascadeReport | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Computation:
-    """Report when and with what a run computed rows; devices are names by UUID, or by "cpu" with its node."""
-
-    at: str
-    seconds: float
-    versions: dict[str, str]
-    devices: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +147,6 @@ class MemberReport(MemberProgress):
         work: what this run has done, in the units of ``speed``.
         bad_rows: the reason of each table row that could not be computed.
         calibration: of the merge, as in the config; empty if there is none.
-        settings: a digest of each key that the probabilities may depend on.
         given_files: absolute paths of its predictions, if they were made elsewhere.
         computed: what this run computed rows with; None if it computed none.
         computed_before: what earlier runs computed rows with, the oldest first.
@@ -176,7 +166,6 @@ class MemberReport(MemberProgress):
     cascade: CascadeReport | None = None
     calibration: dict[str, Any] = field(default_factory=dict)
     views: dict[str, ViewReport] = field(default_factory=dict)
-    settings: dict[str, str] = field(default_factory=dict)
     given_files: tuple[str, ...] = ()
     computed: Computation | None = None
     computed_before: tuple[Computation, ...] = ()
@@ -227,7 +216,7 @@ class Results:
         filled_rows: how many rows no member gave.
         kept_submission: a sentence about one of an earlier run that stays; empty: this run's own is written.
         comparisons: of the ensemble with and without each member or job with ``when``, if the truth is known.
-        job_rows: how many rows each job has, of members that were merged before they were complete.
+        job_rows: how many rows each job has, of members whose mean of jobs this run has made.
         partial_rows: how many rows of these members are the mean of some of their views only.
         fitted_on: the config's ``fitted_on``, if the run has scored the same rows; else None.
         allowed_labels: once they have been applied; None: all labels are possible in each row.
@@ -350,19 +339,6 @@ class RunReport(Results):
 @cache  # it takes 15 ms to make
 def _report_adapter() -> TypeAdapter[RunReport]:
     return TypeAdapter(RunReport)
-
-
-@cache
-def _computations_adapter() -> TypeAdapter[tuple[Computation, ...]]:
-    return TypeAdapter(tuple[Computation, ...])
-
-
-def computations_of(manifest: Mapping[str, object]) -> tuple[Computation, ...]:
-    """Return the computations of a manifest; none if another version has written it."""
-    try:
-        return _computations_adapter().validate_python(manifest.get("computed", ()))
-    except ValidationError:
-        return ()
 
 
 def measured_speeds(

@@ -26,8 +26,7 @@ class ModelFacts:
     Attributes:
         lengths: bytes of text per row, int64 [rows].
         memory: None if nothing is known of it.
-        expected_share: the share of the rows that its member will probably have; less than 1 with ``when``.
-        job_shares: the share of these rows that a job with ``when`` will probably compute, by the job's name.
+        job_shares: the share of the rows that a job will probably compute, by the job's name; others: all.
         job_rows: the rows that a job may compute at all, bool [rows], by the job's name; others: all.
     """
 
@@ -36,7 +35,6 @@ class ModelFacts:
     lengths: npt.NDArray[np.int64]
     memory: MemoryEstimate | None = None
     needs_worker: bool = True
-    expected_share: float = 1.0
     job_shares: Mapping[str, float] = field(default_factory=dict)
     job_rows: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
 

@@ -10,7 +10,6 @@ import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -21,7 +20,7 @@ from ensemble.common.gpus import Device
 from ensemble.common.host import available_memory_bytes, threads_of, total_memory_bytes, usable_cpus
 from ensemble.common.text import gib, plural
 from ensemble.config import MemberConfig, RunConfig
-from ensemble.jobs.job import Job, Model, compile_models, model_of_trainings
+from ensemble.jobs.job import Job, Model, model_of_trainings
 from ensemble.members.base import ResourceRequest
 from ensemble.planning.chunks import (
     BYTES_PER_TOKEN,
@@ -58,8 +57,8 @@ class CpuChoice:
 class ModelPlan:
     """Say how a model runs: on ``gpus`` devices per replica (0: the CPU).
 
-    A model that needs no worker has neither replicas nor chunks.  Until the rows of a member with ``when`` are
-    selected (``with_rows``), its models' chunks are those of the whole table.
+    A model that needs no worker has neither replicas nor chunks.  Until the rows of a job are selected
+    (``with_job``), its chunks are those of the whole table.
 
     Attributes:
         loaded: what a worker loads, with the jobs that it computes.
@@ -68,13 +67,12 @@ class ModelPlan:
             left over.
         cpu_share: the share of the cores that each replica has on a CPU.
         work: the bytes of text that max_length leaves of all rows in all jobs, and what each row costs besides;
-            where jobs may not compute some rows, of the others.
+            where jobs may not compute some rows, of the others. Rows that are not selected count, too.
         order: rows of the table, longest text first, those of each job after those of the job before it, int64
             [rows].
-        is_undecided: its member has ``when``, and the member's rows are not selected yet.
-        expected_share: the share of the rows that the forecast counts.
-        undecided: jobs with ``when`` whose rows are not selected yet, by number, with the share of the member's
-            rows that the forecast counts.
+        undecided: jobs whose rows are not selected yet, by number, with the share of the rows that the forecast
+            counts.
+        left_out: the share of the work in rows that were not selected.
         cpu_threads: threads of a worker on a CPU; None: by its share of the cores.
     """
 
@@ -88,9 +86,8 @@ class ModelPlan:
     work: float
     chunks: tuple[Chunk, ...]
     order: npt.NDArray[np.int64] = field(compare=False, repr=False)
-    is_undecided: bool = False
-    expected_share: float = 1.0
     undecided: Mapping[int, float] = field(default_factory=dict)
+    left_out: float = 0.0
     cpu_threads: int | None = None
 
     @property
@@ -118,6 +115,11 @@ class ModelPlan:
     @property
     def gpus(self) -> int:
         return self.placement.gpus
+
+    @property
+    def is_undecided(self) -> bool:
+        """Return whether the rows of all of its jobs are still to be selected."""
+        return len(self.undecided) == len(self.jobs)
 
     @property
     def undecided_work(self) -> float:
@@ -157,7 +159,7 @@ class ModelPlan:
     def demand(self) -> Demand:
         return Demand(
             startup_seconds=self.speed.startup_seconds,
-            compute_seconds=self.whole_seconds * self.expected_share * (1.0 - self.unexpected_work),
+            compute_seconds=self.whole_seconds * (1.0 - self.unexpected_work),
             gpus=self.gpus,
             replicas=self.replicas,
             devices=self.placement.devices,
@@ -222,13 +224,15 @@ class Plan:
     def again(self, gpus: Sequence[Device], cpu_choices: Mapping[str, CpuChoice] | None = None) -> Plan:
         """Return the plan of the same run on devices that have changed, or with other ``cpu_choices``."""
         choices = self.cpu_choices if cpu_choices is None else cpu_choices
+        compiled = [model.loaded for model in self.models]
         return make_plan(
-            self.config, self.facts, gpus, self.host, self.speeds, self.hosts, self.cpus, choices
+            self.config, compiled, self.facts, gpus, self.host, self.speeds, self.hosts, self.cpus, choices
         )
 
 
 def make_plan(
     config: RunConfig,
+    compiled: Sequence[Model],
     facts: Mapping[str, ModelFacts],
     gpus: Sequence[Device],
     host: Device | None = None,
@@ -240,6 +244,8 @@ def make_plan(
     """Decide devices, replicas and chunks for every member.
 
     Args:
+        compiled: what workers load, with the jobs that they compute.
+        facts: of each of these, by name.
         gpus: those that this run may use, with the memory that others use of them.
         host: the CPU with its memory, of several hosts the one with the least free memory; None: not known.
         speeds: as far as an earlier run has measured them.
@@ -251,7 +257,7 @@ def make_plan(
     speeds = speeds or {}
     models: list[ModelPlan] = []
     warnings: list[str] = []
-    for model in compile_models(config.models, config.labels):
+    for model in compiled:
         of_model = facts[model.name]
         request, needs_worker = of_model.request, of_model.needs_worker
         placement = place(config, model.index, of_model, gpus, host)
@@ -277,8 +283,7 @@ def make_plan(
             # Order and cut go by the whole text: another cut would mean other batches, and so other last digits,
             # for little less padding.
             ranked = of_model.lengths if common is None else common
-            cut = partial(_cut, computed=computed, ranked=ranked)
-            order, chunks, work = _cut_jobs(of_model, model.jobs, np.ones(len(computed), dtype=np.bool_), cut)
+            order, chunks, work = _cut_jobs(of_model, model.jobs, computed, ranked)
             guess = guessed_speed(placement.footprint, placement.gpus)
             speed = speeds.get(model.member, _UNMEASURED).or_guess(guess)
         # All rows may be those of other models of its member.
@@ -297,12 +302,10 @@ def make_plan(
             work=work,
             chunks=chunks,
             order=order,
-            is_undecided=model.settings.when is not None,
-            expected_share=of_model.expected_share,
             undecided={
                 number: of_model.job_shares.get(job.name, 1.0)
                 for number, job in enumerate(model.jobs)
-                if job.when is not None
+                if job.selection is not None
             },
         )
         models.append(planned)
@@ -342,6 +345,7 @@ def _common_lengths(config: RunConfig, facts: Mapping[str, ModelFacts]) -> npt.N
 
 def plan_run(
     config: RunConfig,
+    compiled: Sequence[Model],
     facts: Mapping[str, ModelFacts],
     gpus: Sequence[Device],
     speeds: Mapping[str, Speed],
@@ -358,9 +362,10 @@ def plan_run(
         host = Device("cpu", "CPU", None, total, max(0, total - available))
     host = min(hosts, key=lambda node: node.total_bytes - node.used_bytes, default=host)
     if gpus and importlib.util.find_spec("flash_attn") is not None:
-        facts = _with_flash_attention(config, facts, gpus, trials)
+        facts = _with_flash_attention(config, compiled, facts, gpus, trials)
     return make_plan(
         config,
+        compiled,
         facts,
         gpus,
         host=host,
@@ -372,6 +377,7 @@ def plan_run(
 
 def _with_flash_attention(
     config: RunConfig,
+    compiled: Sequence[Model],
     facts: Mapping[str, ModelFacts],
     gpus: Sequence[Device],
     trials: Callable[..., Sequence[DeviceTrial]],
@@ -382,7 +388,7 @@ def _with_flash_attention(
     """
     with_flash: dict[str, ModelFacts] = {}
     would_take_it = False
-    for model in compile_models(config.models, config.labels):
+    for model in compiled:
         of_model = facts[model.name]
         memory = None if of_model.memory is None else of_model.memory.with_flash_attention()
         if memory is not None:
@@ -411,18 +417,6 @@ def without_done(model: ModelPlan, is_done: npt.NDArray[np.bool_], is_timed: boo
     return replace(model, chunks=chunks, order=order)
 
 
-def with_rows(
-    plan: Plan, model: ModelPlan, is_selected: npt.NDArray[np.bool_], doubt: npt.NDArray[np.float64]
-) -> ModelPlan:
-    """Return a model of a member with ``when`` once the member's rows are selected: with the chunks of these rows.
-
-    Under a time limit the closest calls come first.  ``is_selected`` and ``doubt`` are of the table's rows, [rows].
-    """
-    facts, cut = plan.facts[model.name], partial(_cut_selected, plan, model, doubt=doubt)
-    order, chunks, work = _cut_jobs(facts, model.jobs, is_selected, cut)
-    return replace(model, order=order, chunks=chunks, work=work, expected_share=1.0, is_undecided=False)
-
-
 def with_job(
     plan: Plan,
     model: ModelPlan,
@@ -431,56 +425,60 @@ def with_job(
     doubt: npt.NDArray[np.float64],
     is_done: npt.NDArray[np.bool_],
 ) -> ModelPlan:
-    """Return a model with the chunks that are left to do of a job with ``when``, once its rows are selected.
+    """Return a model with the chunks that are left to do of a job, once its rows are selected.
 
     Under a time limit the closest calls come first.  ``is_selected``, ``doubt`` and ``is_done`` are of the table's
     rows, [rows].
     """
-    rows_of_job = plan.facts[model.name].job_rows.get(model.jobs[number].name)
+    facts = plan.facts[model.name]
+    rows_of_job = facts.job_rows.get(model.jobs[number].name)
     if rows_of_job is not None:
         is_selected = is_selected & rows_of_job
-    rows, chunks, work = _cut_selected(plan, model, np.flatnonzero(is_selected), doubt)
+    is_timed = plan.config.time_limit is not None
+    rows, chunks, work = _cut(
+        np.flatnonzero(is_selected), _computed_lengths(facts), facts.lengths, doubt if is_timed else None
+    )
     order, chunks = what_is_left(chunks, rows, is_done[None])
     index = 1 + max((chunk.index for chunk in model.chunks), default=-1)
+    share = work / model.work if model.work else 0.0
     added = [
         replace(
             chunk,
             index=index + chunk.index,
             start=len(model.order) + chunk.start,
             stop=len(model.order) + chunk.stop,
-            cost=chunk.cost * work / model.work,
+            cost=chunk.cost * share,
             job=number,
         )
         for chunk in chunks
     ]
-    return replace(
+    undecided = {other: expected for other, expected in model.undecided.items() if other != number}
+    planned = replace(
         model,
         order=np.concatenate([model.order, order]),
         chunks=tuple(sorted((*model.chunks, *added), key=lambda chunk: chunk.job)),
-        undecided={other: share for other, share in model.undecided.items() if other != number},
+        undecided=undecided,
     )
+    left_out = model.left_out + model.undecided_work - planned.undecided_work - share
+    return replace(planned, left_out=max(0.0, left_out))
 
 
 def _cut_jobs(
-    facts: ModelFacts, jobs: Sequence[Job], is_selected: npt.NDArray[np.bool_], cut: Callable[..., _Cut]
+    facts: ModelFacts,
+    jobs: Sequence[Job],
+    computed: npt.NDArray[np.int64],
+    ranked: npt.NDArray[np.int64],
 ) -> _Cut:
-    """Return the selected rows, bool [rows], in all jobs that may compute them; ``cut`` is for a single job."""
+    """Return all rows in all jobs that may compute them."""
     parts: list[_Cut] = []
     for job in jobs:
         rows = facts.job_rows.get(job.name)
         if rows is None and parts and not facts.job_rows:
             parts.append(parts[0])
         else:
-            parts.append(cut(np.flatnonzero(is_selected if rows is None else is_selected & rows)))
+            numbers = np.arange(len(computed)) if rows is None else np.flatnonzero(rows)
+            parts.append(_cut(numbers, computed, ranked))
     return join_jobs(parts)
-
-
-def _cut_selected(
-    plan: Plan, model: ModelPlan, rows: npt.NDArray[np.int64], doubt: npt.NDArray[np.float64]
-) -> _Cut:
-    """Return selected rows of the table in their order, their chunks, and their work in one job."""
-    facts, is_timed = plan.facts[model.name], plan.config.time_limit is not None
-    return _cut(rows, _computed_lengths(facts), facts.lengths, doubt if is_timed else None)
 
 
 def _cut(

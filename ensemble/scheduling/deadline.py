@@ -165,7 +165,7 @@ class Deadline:
                 share = Share(
                     name=state.plan.name,
                     fraction_done=min(1.0, round(fraction, 6)),
-                    seconds=(seconds[state.plan.name] or 0.0) / jobs,
+                    seconds=(seconds[state.plan.name] or 0.0) * (1.0 - state.plan.left_out) / jobs,
                     startup_seconds=0.0 if state.is_loaded else state.startup_seconds,
                     devices=max(state.plan.gpus, 1),
                 )

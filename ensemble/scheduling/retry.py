@@ -64,7 +64,10 @@ class _History:
 class RetryRules:
     """Decide what follows from faults; ``elapsed`` returns the seconds since workers could begin."""
 
-    def __init__(self, rules: Rules, run: RunHooks, elapsed: Callable[[], float]) -> None:
+    def __init__(
+        self, rules: Rules, run: RunHooks, elapsed: Callable[[], float], models: Sequence[ModelState]
+    ) -> None:
+        self._models = models
         self._rules = rules
         self._run = run
         self._elapsed = elapsed
@@ -196,7 +199,9 @@ class RetryRules:
         if state.failure is not None:
             return
         log.error("%s failed: %s", state.plan.name, message)
-        is_dropped = bool(state.bad_rows) and self._rules.on_bad_row == "drop_member"
+        # Models of a member fail together, whichever of them has the bad rows.
+        has_bad_rows = any(of.bad_rows for of in self._models if of.plan.member == state.plan.member)
+        is_dropped = has_bad_rows and self._rules.on_bad_row == "drop_member"
         log_path = state.workers[-1].log_path if state.workers else ""
         state.fail(Failure(state.plan.member, message, traceback, log_path, is_dropped))
 

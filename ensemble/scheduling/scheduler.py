@@ -84,7 +84,7 @@ class Scheduler:
         self._deadline = deadline
         self._began = clock()
         self._workers: list[RunningWorker] = []
-        self._retry = RetryRules(rules, run, self._elapsed)
+        self._retry = RetryRules(rules, run, self._elapsed, models)
         self._standbys = Standbys(launcher, run, self._elapsed)
         self._may_stand_by = rules.standby
         self._is_stopped = False

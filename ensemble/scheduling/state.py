@@ -33,16 +33,16 @@ class ChunkQueue:
         in_hand: chunks that workers compute, by number; ``progress`` has the latest progress of each.
         numbers: yields numbers that no chunk of the model has yet.
         done_cost: the share of the model's work that this run has done.
-        reused_cost: the share that this run need not do.
+        reused_cost: the share that earlier runs have done.
     """
 
-    def __init__(self, chunks: Iterable[Chunk], undecided_work: float = 0.0) -> None:
+    def __init__(self, chunks: Iterable[Chunk], other_work: float = 0.0) -> None:
         self.pending = deque(chunks)
         self.in_hand: dict[int, Chunk] = {}
         self.progress: dict[int, Progress] = {}
         self.numbers = count(1 + max((chunk.index for chunk in self.pending), default=-1))
         self.done_cost = 0.0
-        self.reused_cost = 1.0 - undecided_work - sum(chunk.cost for chunk in self.pending)
+        self.reused_cost = 1.0 - other_work - sum(chunk.cost for chunk in self.pending)
 
     def take(self, chunk: Chunk, start: int | None = None) -> Chunk:
         """Move a pending chunk, or its rows from ``start`` on, to ``in_hand``."""
@@ -131,7 +131,7 @@ class ModelState:
     """Hold the state of a model during a run.  Only this class writes its attributes.
 
     Args:
-        plan: has the chunks that are left to do; jobs with ``when`` have none until their rows are selected.
+        plan: has the chunks that are left to do; jobs have none before their rows are selected.
         bad_rows: why an earlier run could not compute rows of the table, by the number of their job and of the row.
         clock: returns the time in seconds.
         batches: how earlier runs made the model's batches.
@@ -168,32 +168,27 @@ class ModelState:
         # Of trainings: what was computed at the last progress, and the seconds of predicting until then.
         self._progress_seen: tuple[float, float] | None = None
         self._loaded = 0  # number of running workers that have loaded the model
-        self.begin(plan)
-
-    # Methods that change the state.
-
-    def begin(self, plan: ModelPlan) -> None:
-        """Queue the chunks of a plan."""
         self.plan = plan
-        chunks = plan.chunks if self.failure is None else ()
-        self.chunks = ChunkQueue(chunks, plan.undecided_work)
+        self.chunks = ChunkQueue(plan.chunks, plan.undecided_work + plan.left_out)
         self.rows = len(plan.order)
         self.reused_rows = self.rows - sum(chunk.rows for chunk in plan.chunks)
+
+    # Methods that change the state.
 
     def extend(self, plan: ModelPlan) -> None:
         """Queue the chunks that ``with_job`` has added to the plan."""
         new_rows = len(plan.order) - len(self.plan.order)
         added = [chunk for chunk in plan.chunks if chunk.start >= len(self.plan.order)]
-        decided_work = self.plan.undecided_work - plan.undecided_work
+        selected_work = self.plan.undecided_work - plan.undecided_work - (plan.left_out - self.plan.left_out)
         self.plan = plan
         self.rows += new_rows
         self.reused_rows += new_rows - sum(chunk.rows for chunk in added)
-        self.chunks.reused_cost += decided_work - sum(chunk.cost for chunk in added)
+        self.chunks.reused_cost += selected_work - sum(chunk.cost for chunk in added)
         self.chunks.put_back(*(replace(chunk, index=next(self.chunks.numbers)) for chunk in added))
 
     def end_early(self) -> None:
         """Drop the rows for which there was no time."""
-        self.plan = replace(self.plan, undecided={})
+        self.plan = replace(self.plan, undecided={}, left_out=0.0)
         self.rows -= sum(chunk.rows for chunk in self.chunks.left)
         done_cost, self.chunks = self.chunks.done_cost, ChunkQueue(())
         self.chunks.done_cost, self.chunks.reused_cost = done_cost, 1.0 - done_cost
@@ -294,21 +289,21 @@ class ModelState:
     @property
     def has_undecided_rows(self) -> bool:
         """Return whether rows of a job are still to be selected."""
-        return self.plan.is_undecided or bool(self.plan.undecided)
+        return bool(self.plan.undecided)
 
     @property
     def waits_for_selection(self) -> bool:
         """Return whether all chunks before a job whose rows are not selected yet are done."""
-        if self.plan.is_undecided or not self.plan.undecided:
+        job, pending = min(self.plan.undecided, default=0), self.chunks.pending
+        if not job:
             return False
-        job, pending = min(self.plan.undecided), self.chunks.pending
         are_dispatched = not pending or pending[0].job >= job
         return are_dispatched and all(chunk.job >= job for chunk in self.chunks.in_hand.values())
 
     @property
     def may_end_early(self) -> bool:
         """Return whether the model lacks nothing but rows of which it has as many as there was time for."""
-        if self.failure is not None or self.finished or self.plan.is_undecided:
+        if self.failure is not None or self.finished:
             return False
         jobs = {*self.plan.undecided, *(chunk.job for chunk in self.chunks.left)}
         return all(self.plan.jobs[job].phase == AS_TIME_ALLOWS for job in jobs)
@@ -342,10 +337,10 @@ class ModelState:
     def command_of(self, chunk: Chunk, devices: Sequence[Device] = ()) -> Predict:
         """Return the command to compute a chunk on these devices.
 
-        The command contains the rows of a job with ``when``, which are selected during the run.
+        The command contains rows that were selected during the run.
         """
         numbers = None
-        if self.plan.model.when is not None or self.plan.jobs[chunk.job].when is not None:
+        if self.plan.jobs[chunk.job].selection is not None:
             order = self.plan.order[chunk.start : chunk.stop].astype("<i4")
             numbers = base64.b64encode(order.tobytes()).decode("ascii")
         choice = self.batches.choice(devices)
@@ -396,10 +391,14 @@ class ModelState:
 
     @property
     def fraction(self) -> float:
-        """Return the share of the model's work that is done, by cost and not by rows: long rows come first."""
-        if self.plan.is_undecided:
-            return 0.0
-        return min(1.0, max(0.0, round(self.chunks.reused_cost + self.computed_cost, 9)))
+        """Return the share of the model's work that is done, by cost and not by rows: long rows come first.
+
+        Rows that were not selected count for nothing.
+        """
+        whole = 1.0 - self.plan.left_out
+        if whole < 1e-9:
+            return 1.0
+        return min(1.0, max(0.0, round((self.chunks.reused_cost + self.computed_cost) / whole, 9)))
 
     @property
     def speed(self) -> Speed:
@@ -425,8 +424,9 @@ class ModelState:
 
     @property
     def work_left(self) -> float:
-        """Return the share of the model's work that is expected to be left."""
-        return max(0.0, 1.0 - self.fraction - self.plan.unexpected_work)
+        """Return the share of the work on all rows that is expected to be left."""
+        whole = 1.0 - self.plan.left_out
+        return max(0.0, whole * (1.0 - self.fraction) - self.plan.unexpected_work)
 
     @property
     def seconds_left(self) -> float:

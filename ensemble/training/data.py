@@ -30,8 +30,8 @@ from ensemble.data.input_file import first_ids
 from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable
 from ensemble.data.trained_rows import IN_ALL_FOLDS, TrainedRows
+from ensemble.jobs.job import compile_models
 from ensemble.members.huggingface.checkpoint.labels import activation_of
-from ensemble.members.registry import member_kind
 from ensemble.pipeline.checks import Problems
 from ensemble.pipeline.member_views import member_columns, member_files, member_views
 from ensemble.pipeline.training_dir import OF_TABLES
@@ -245,9 +245,9 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
     training, data = config.training or TrainingConfig(), config.training_data
     states = {str(path.absolute()): file_state(path) for path in config.training_files}
     activation = _activation(config)
-    kinds = {model.name: member_kind(model) for model in config.models}
+    models = compile_models(config.models, config.labels)
     trained = {model.name: model.training for model in config.trained_members}
-    views = [view for view in member_views(kinds, problems) if view.member in trained]
+    views = [view for view in member_views(config.models, models, problems) if view.member in trained]
     tables: list[LabelledTable] = []
     notes: list[str] = []
     with problems.at():
@@ -279,7 +279,7 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
         folds=np.append(folds, extra_folds),
         groups=None if groups is None else np.append(groups.numbers, extra_groups),
         columns=columns,
-        files=member_files(kinds, data.path.parent),
+        files=member_files(models, data.path.parent),
         commands=frozenset(name for name, train in trained.items() if train is not None and train.command),
         file_states={path: state for path, state in states.items() if state is not None},
         notes=tuple(notes),

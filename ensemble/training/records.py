@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from ensemble.common.digests import FileDigest
+from ensemble.common.digests import FileDigest, changed
 from ensemble.common.files import write_text
 from ensemble.common.text import listed
 from ensemble.pipeline.training_dir import OF_TABLES, Part
@@ -65,7 +65,7 @@ class Seal:
 
     def changed(self, made_of: Mapping[str, str]) -> str:
         """Return what differs in ``made_of``, by name, but not what it lacks; empty: nothing."""
-        names = [name for name, digest in made_of.items() if self.made_of.get(name) != digest]
+        names = changed(made_of, self.made_of)
         of_tables = [name for name in OF_TABLES if name in names]
         return listed([name for name in names if name not in of_tables[1:]], 5, str)
 

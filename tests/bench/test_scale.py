@@ -17,12 +17,11 @@ import pytest
 from bench import scale
 from ensemble.common.protocol import Progress, Ready
 from ensemble.planning.chunks import CHUNK_MAX_ROWS
-from ensemble.planning.plan import make_plan
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import Scheduler
 from ensemble.scheduling.state import ModelState
-from tests.planning.test_plan import config, facts, gpus
+from tests.planning.test_plan import config, facts, gpus, make_plan
 from tests.pretended import PretendedLauncher, computed, make_scheduler
 from tests.scheduling.test_first_views import VIEWS
 

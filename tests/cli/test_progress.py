@@ -12,10 +12,9 @@ from ensemble.cli.progress import BarDisplay, PlainDisplay, QuietDisplay, choose
 from ensemble.common.protocol import Progress
 from ensemble.common.text import duration
 from ensemble.pipeline.reporting import members_of, progress_of
-from ensemble.planning.plan import make_plan
 from ensemble.scheduling.records import WorkerRecord
 from ensemble.scheduling.state import ModelState
-from tests.planning.test_plan import config, facts
+from tests.planning.test_plan import config, facts, make_plan
 from tests.planning.test_view_rows import TEMPLATES
 
 

@@ -14,18 +14,18 @@ from ensemble.cli.status import RunStatus
 from ensemble.common.errors import DataError
 from ensemble.common.gpus import Device
 from ensemble.common.shards import shard_name
+from ensemble.jobs.causes import Causes
+from ensemble.jobs.work import find_work, write_manifest
 from ensemble.merging.scoring import Gain, Interval, Score
-from ensemble.pipeline.fingerprint import Fingerprint
-from ensemble.pipeline.resume import find_work, write_manifest
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import MemoryForecast, RunReport
 from ensemble.scheduling.records import Failure, FaultRecord, Gap
 from tests.cli import reports
 from tests.cli.reports import member, report, worker
 
-DONE = Fingerprint("a" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
-HALF = Fingerprint("1" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
-LATER = Fingerprint("2" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
+DONE = Causes({"max_length": "a" * 64}, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
+HALF = Causes({"max_length": "1" * 64}, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
+LATER = Causes({"max_length": "2" * 64}, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from ensemble.commands.rehearse import (
     with_speeds,
 )
 from ensemble.planning.forecast import Speed
-from ensemble.planning.plan import Plan, make_plan
+from ensemble.planning.plan import Plan
 from tests.faults.inject import Fault, Injected
 from tests.nvml import sim
-from tests.planning.test_plan import config, facts, gpus
+from tests.planning.test_plan import config, facts, gpus, make_plan
 from tests.project import Project
 
 ROWS = 4000

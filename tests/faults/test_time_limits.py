@@ -16,13 +16,13 @@ from ensemble.pipeline.load import load
 from ensemble.pipeline.run import run
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.planning.forecast import Speed
-from ensemble.planning.plan import make_plan, without_done
+from ensemble.planning.plan import without_done
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.state import ModelState
 from tests.cli.reports import member, report
 from tests.faults.chunky import chunky_config
-from tests.planning.test_plan import config, facts
+from tests.planning.test_plan import config, facts, make_plan
 from tests.pretended import SimulatedLauncher, make_scheduler
 from tests.project import Project
 from tests.sampling import one_in

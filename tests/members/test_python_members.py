@@ -358,7 +358,7 @@ def test_exactly_what_it_is_made_of_counts(project: Project) -> None:
     assert "code changed since" in reason()
     (project.folder / "model.bin").write_text("# 2\n")
     assert "files changed since" in reason()
-    assert "settings changed since" in reason(kwargs={"a": 2})
+    assert "kwargs changed since" in reason(kwargs={"a": 2})
 
 
 # What it does, by the text of a row; what is said; how many rows are lost.

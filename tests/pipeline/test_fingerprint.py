@@ -17,23 +17,23 @@ from ensemble.common.errors import CheckpointError, MergeError
 from ensemble.common.files import file_state
 from ensemble.config import RunConfig
 from ensemble.data.predictions_csv import read_predictions
+from ensemble.jobs.causes import Causes
+from ensemble.jobs.work import write_shards
 from ensemble.members.registry import member_kind
 from ensemble.members.seq_cls.parent import SequenceClassifierSettings
-from ensemble.pipeline.fingerprint import Fingerprint, job_fingerprint
 from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.results import ResultWriter
 from ensemble.pipeline.resume import demand_unchanged, find_works
-from ensemble.pipeline.reuse import write_shards
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import Results
+from ensemble.pipeline.selection import Selections
 from ensemble.planning.plan import ModelPlan
 from tests.checkpoints import make_adapter, make_checkpoint
 from tests.project import LABELS, Project
 from tests.sampling import one_in
 
-COMPONENTS = ("settings", "weights", "tokenizer", "rows")
 # Keys of a member that change its numbers, with a value that is not the usual one.
 NUMBERS: dict[str, dict[str, Any]] = {
     "prompt_template": {"prompt_template": "{{ text }}!", "text_column": None},
@@ -55,6 +55,15 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "trust_remote_code": {"trust_remote_code": True},
     "model_kwargs": {"model_kwargs": {"attention_dropout": 0.5}},
     "tokenizer_kwargs": {"tokenizer_kwargs": {"use_fast": False}},
+}
+# What is told of a change of these, beside the key itself or in its place.
+NAMED = {
+    "prompt_template": ("prompt_template", "text_columns"),
+    "text_column": ("text_columns", "rows"),
+    "truncation": ("prompt_template", "truncation", "text_columns"),
+    "problem_type": ("activation",),
+    "label_map": ("label_order",),
+    "trust_remote_code": ("trust_remote_code", "attn_implementation"),
 }
 # Tested by themselves, because they need files: the adapter's, the hub's cache, a compiler; and a head
 # of one output (test_choice_members.py).
@@ -166,26 +175,25 @@ def own_llama(project: Project) -> Path:
     return shutil.copytree(project.models / "llama", project.folder / "own llama")
 
 
-def of_model(prepared: Prepared, plan: ModelPlan, files: FileDigests | None = None) -> Fingerprint:
+def of_model(prepared: Prepared, plan: ModelPlan, files: FileDigests | None = None) -> Causes:
     """Of the first job of a model."""
-    return job_fingerprint(prepared, plan, plan.jobs[0], files or FileDigests(prepared.config.hash_weights))
+    return prepared.causes(plan, plan.jobs[0], files or FileDigests(prepared.config.hash_weights))
 
 
-def first(prepared: Prepared) -> Fingerprint:
+def first(prepared: Prepared) -> Causes:
     return of_model(prepared, prepared.plan.models[0])
 
 
-def last_job(prepared: Prepared) -> Fingerprint:
+def last_job(prepared: Prepared) -> Causes:
     """Of the last job of the first model."""
     plan = prepared.plan.models[0]
-    return job_fingerprint(prepared, plan, plan.jobs[-1], FileDigests(prepared.config.hash_weights))
+    return prepared.causes(plan, plan.jobs[-1], FileDigests(prepared.config.hash_weights))
 
 
 @pytest.mark.parametrize("key", NUMBERS)
 @pytest.mark.fault(18)
-def test_keys_that_change_numbers_change_the_settings(make: Make, key: str) -> None:
-    expected = ("settings", "rows") if key == "text_column" else ("settings",)
-    assert first(make(NUMBERS[key])).changed_from(first(make())) == expected
+def test_keys_that_change_numbers_are_named(make: Make, key: str) -> None:
+    assert first(make(NUMBERS[key])).changed_from(first(make())) == NAMED.get(key, (key,))
 
 
 @pytest.mark.parametrize("key", one_in(3, HARMLESS))
@@ -257,16 +265,17 @@ def test_a_change_that_no_time_tells_voids_all_shards(make: Make, own_llama: Pat
     for job in work.jobs:
         job.make_shards_dir()
         write_shards(job.shards_dir, rows, np.full((len(rows), len(LABELS)), 1 / 3))
-    demand_unchanged(prepared, plan, work.jobs)
+    demand_unchanged(prepared, plan.loaded, work.jobs)
     make_checkpoint(own_llama, "llama", LABELS, seed=9, pad=None)
     files = work.jobs[0].files
     for path, seen in files.items():
         state = file_state(path)
         assert state is not None
         files[path] = dataclasses.replace(seen, state=state)
-    writer = ResultWriter(prepared, rundir, {work.name: work}, Results())
+    works = {work.name: work}
+    writer = ResultWriter(prepared, rundir, works, Selections(prepared, rundir, works), Results())
     with pytest.raises(MergeError, match=r"model\.safetensors changed during the run"):
-        writer.write_predictions(plan)
+        writer.write_predictions(plan.loaded)
     assert not any(job.shards_dir.exists() for job in work.jobs), "those of the second view as well"
 
 
@@ -284,11 +293,13 @@ def test_a_member_for_which_time_was_left_in_its_first_view_alone(make: Make, pr
     for work, values, count in zip(works["timed"].jobs, (first, second), (len(rows), 5), strict=True):
         work.make_shards_dir()
         write_shards(work.shards_dir, rows[:count], np.tile(values, (count, 1)))
-    writer = ResultWriter(prepared, rundir, works, Results())
-    writer.cascades.begin()
-    writer.cascades.end("plain")
-    writer.cascades.keep_computed("timed")
-    writer.write_predictions(prepared.plan.models[1])
+    selections = Selections(prepared, rundir, works)
+    writer = ResultWriter(prepared, rundir, works, selections, Results())
+    selections.begin()
+    selections.end("plain")
+    selections.keep_computed("timed")
+    writer.write_predictions(prepared.models[1])
+    assert writer.results.partial_rows == {"timed": len(rows) - 5}, "complete, and in one view only"
     expected = np.where(rows[:, None] < 5, [0.4, 0.2, 0.4], first)
     np.testing.assert_allclose(read_predictions(rundir.predictions("timed")).values, expected)
     again = find_works(prepared, rundir, lambda text: None)["timed"]
@@ -349,9 +360,12 @@ def test_no_key_has_been_forgotten() -> None:
 
 def test_keys_of_the_run_that_change_numbers(make: Make) -> None:
     before = first(make())
-    assert first(make(seed=1)).changed_from(before) == ("settings",)
+    assert first(make(seed=1)).changed_from(before) == ("seed",)
     assert first(make(limit=10, submission=None)).changed_from(before) == ("rows",)
-    assert first(make(labels=[LABELS[1], LABELS[0], LABELS[2]])).changed_from(before) == ("settings",)
+    assert first(make(labels=[LABELS[1], LABELS[0], LABELS[2]])).changed_from(before) == (
+        "label_order",
+        "labels",
+    )
 
 
 def test_names_of_the_columns_in_the_csv_count(make: Make, project: Project) -> None:
@@ -360,19 +374,19 @@ def test_names_of_the_columns_in_the_csv_count(make: Make, project: Project) -> 
     project.write_csv("key.csv", ["key", "text"], rows)
     before = first(make(data={"path": "id.csv"}, submission=None))
     renamed = make(data={"path": "key.csv", "id_column": "key"}, submission=None)
-    assert first(renamed).changed_from(before) == ("settings",)
+    assert first(renamed).changed_from(before) == ("data.id_column",)
     other_labels = make(
         {"label_map": {"winner_a": "a"}},
         data={"path": "id.csv"},
         labels=["a", *LABELS[1:]],
         submission=None,
     )
-    assert first(other_labels).changed_from(before) == ("settings",)
+    assert first(other_labels).changed_from(before) == ("labels",)
 
 
 def test_settings_count_by_value_and_kind_in_any_order(make: Make) -> None:
     def settings(kwargs: dict[Any, Any]) -> str:
-        return first(make({"model_kwargs": kwargs})).settings
+        return first(make({"model_kwargs": kwargs})).digest
 
     assert settings({"a": 1, "b": {"c": 2, "d": 3}}) == settings({"b": {"d": 3, "c": 2}, "a": 1})
     odd: list[Any] = [1, "1", 1.5, True, "true", None, [1], [[1]], [], {}, {"1": 2}, float("nan"), "nan"]
@@ -404,17 +418,17 @@ def test_stored_float32_layers_that_compute_in_half_precision_are_others(make: M
     prepared = make({"model_name_or_path": str(own_llama)})
     member = prepared.plan.models[0]
 
-    def on_gpu(dtype: str, capability: tuple[int, int] | None) -> Fingerprint:
+    def on_gpu(dtype: str, capability: tuple[int, int] | None) -> Causes:
         placement = dataclasses.replace(member.placement, gpus=1, dtype=dtype, capability=capability)
         return of_model(prepared, dataclasses.replace(member, placement=placement))
 
     as_stored = on_gpu("bfloat16", None)
-    assert on_gpu("bfloat16", (8, 0)).changed_from(as_stored) == ("settings",)
+    assert on_gpu("bfloat16", (8, 0)).changed_from(as_stored) == ("compute_dtype",)
     assert on_gpu("float32", (8, 0)) == on_gpu("float32", None)
 
 
 def test_compiled_models_are_others(make: Make) -> None:
-    assert first(make({"torch_compile": True})).changed_from(first(make())) == ("settings",)
+    assert first(make({"torch_compile": True})).changed_from(first(make())) == ("torch_compile",)
 
 
 @pytest.mark.fault(18)
@@ -476,7 +490,7 @@ def test_adapters(make: Make, project: Project) -> None:
     model = {"adapter_name_or_path": str(adapter)}
     plain, before = first(make()), first(make(model))
     assert before.changed_from(plain) == ("weights",)
-    assert first(make({**model, "merge_adapter": True})).changed_from(before) == ("settings",)
+    assert first(make({**model, "merge_adapter": True})).changed_from(before) == ("merge_adapter",)
     moved = shutil.copytree(adapter, project.folder / "moved adapter")
     assert first(make({"adapter_name_or_path": str(moved)})) == before
     config = json.loads((moved / "adapter_config.json").read_text(encoding="utf-8"))
@@ -486,10 +500,10 @@ def test_adapters(make: Make, project: Project) -> None:
     assert first(make(model)).changed_from(before) == ("weights",)
     both = [str(adapter), str(moved)]
     mean = first(make({"adapters": {"average": both}}))
-    assert mean.changed_from(before) == ("settings", "weights")
+    assert mean.changed_from(before) == ("combination_type", "weights")
     assert first(make({"adapters": {"average": both, "combination_type": "cat"}})) == mean
     linear = first(make({"adapters": {"average": both, "combination_type": "linear"}}))
-    assert linear.changed_from(mean) == ("settings",)
+    assert linear.changed_from(mean) == ("combination_type",)
     assert first(make({"adapters": {"average": both[::-1]}})).changed_from(mean) == ("weights",)
 
 
@@ -560,7 +574,8 @@ def test_an_adapter_on_the_hub_stands_for_a_commit(make: Make, project: Project,
 def test_the_tokenizer_in_a_folder_of_another_kind_of_checkpoint(make: Make) -> None:
     gemma = str(make().config.models[0].model_dump()["model_name_or_path"]).replace("llama", "gemma")
     result = first(make({"model_name_or_path": gemma})).changed_from(first(make()))
-    assert result == ("settings", "weights", "tokenizer")  # its labels stand in another order, too
+    # Its labels stand in another order, too.
+    assert result == ("attn_implementation", "label_order", "weights", "tokenizer")
 
 
 def test_members_share_what_they_read(make: Make, project: Project) -> None:
@@ -571,7 +586,7 @@ def test_members_share_what_they_read(make: Make, project: Project) -> None:
     files = FileDigests(whole=False)
     results = [of_model(prepared, member, files) for member in prepared.plan.models]
     assert len(set(results[:4])) == 1
-    assert results[4].changed_from(results[0]) == ("settings", "rows")
+    assert results[4].changed_from(results[0]) == ("text_columns", "rows")
     assert results == [of_model(prepared, member) for member in prepared.plan.models]
 
 
@@ -581,26 +596,31 @@ def test_a_fingerprint_goes_through_json_and_holds_only_digests(make: Make) -> N
     result = first(make({**kwargs, "prompt_template": f"{secret} {{{{ text }}}}", "text_column": None}))
     text = json.dumps(result.to_dict())
     assert secret not in text + repr(result)
-    again = Fingerprint.from_dict(json.loads(text))
+    again = Causes.from_dict(json.loads(text))
     assert again == result
     assert again.digest == result.digest
     assert again.changed_from(result) == ()
 
 
-@pytest.mark.parametrize("name", COMPONENTS)
-def test_every_component_counts_in_the_whole(make: Make, name: str) -> None:
+def test_every_part_counts_in_the_whole(make: Make) -> None:
     result = first(make())
-    other = Fingerprint.from_dict({**result.to_dict(), name: "0" * 64})
-    assert other is not None
-    assert other.digest != result.digest
-    assert other.changed_from(result) == (name,)
+    document: dict[str, Any] = result.to_dict()
+    others = {"rows": {**document, "rows": "0" * 64}}
+    for group, name in (("settings", "max_length"), ("content", "weights"), ("content", "tokenizer")):
+        others[name] = {**document, group: {**document[group], name: "0" * 64}}
+    for name, changed in others.items():
+        other = Causes.from_dict(changed)
+        assert other is not None
+        assert other.digest != result.digest
+        assert other.changed_from(result) == (name,)
 
 
-def test_what_cannot_be_read_is_no_fingerprint(make: Make) -> None:
-    good = first(make()).to_dict()
+def test_what_cannot_be_read_is_no_record_of_causes(make: Make) -> None:
+    good: dict[str, Any] = first(make()).to_dict()
     broken: list[object] = [None, [], "text", 1, {}, {**good, "scheme": 0}, {**good, "scheme": None}]
-    broken += [{**good, name: value} for name in COMPONENTS for value in (None, 3, "", "x" * 64, ["0" * 64])]
-    broken += [
-        {key: value for key, value in good.items() if key != name} for name in ("scheme", "settings", "rows")
-    ]
-    assert [Fingerprint.from_dict(document) for document in broken] == [None] * len(broken)
+    broken += [{**good, "rows": value} for value in (None, 3, "", "x" * 64, ["0" * 64])]
+    for group in ("settings", "content"):
+        broken += [{**good, group: value} for value in (None, 3, "x", ["0" * 64])]
+        broken += [{**good, group: {**good[group], "name": value}} for value in (None, 3, "", "x" * 64)]
+    broken += [{key: value for key, value in good.items() if key != name} for name in good]
+    assert [Causes.from_dict(document) for document in broken] == [None] * len(broken)

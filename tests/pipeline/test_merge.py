@@ -26,6 +26,7 @@ from ensemble.pipeline.results import ResultWriter
 from ensemble.pipeline.resume import find_works
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import Results
+from ensemble.pipeline.selection import Selections
 from tests.sampling import one_in
 
 ROWS, MEMBERS = 33_000, 3  # two blocks
@@ -45,7 +46,7 @@ def merge(config: Path) -> Results:
     prepared = prepare(load_config(config))
     rundir = RunDir(prepared.config.output_dir)
     works = find_works(prepared, rundir, lambda text: None)
-    writer = ResultWriter(prepared, rundir, works, Results())
+    writer = ResultWriter(prepared, rundir, works, Selections(prepared, rundir, works), Results())
     writer.merge(prepared.config.models)
     return writer.results
 
@@ -132,13 +133,13 @@ def unfinished(made: Path, tmp_path: Path) -> Path:
     for name in member_names(MEMBERS)[1:]:
         values = read(rundir.predictions(name)).to_numpy()
         rows = np.random.default_rng(0).permutation(REACHED)
-        works[name].shards_dir.mkdir()
+        works[name].predictions.shards_dir.mkdir()
         for each in np.array_split(rows, 3):
             columns = [pa.array(each), *(pa.array(column) for column in values[each].T)]
             content = io.BytesIO()
             pa_csv.write_csv(pa.table(columns, names=["row", "p0", "p1", "p2"]), content)
             place = shard_name(int(each[0]), int(each[0]) + len(each), content.getvalue())
-            (works[name].shards_dir / place).write_bytes(content.getvalue())
+            (works[name].predictions.shards_dir / place).write_bytes(content.getvalue())
         rundir.manifest(name).unlink()
         rundir.predictions(name).unlink()
     return path

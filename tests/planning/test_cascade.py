@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import entropy
 
-from ensemble.planning.cascade import doubts, select_rows, when_text
+from ensemble.jobs.when import doubts, select_rows, when_text
 from ensemble.planning.chunks import CHUNK_MAX_ROWS
 from ensemble.planning.forecast import Speed
-from ensemble.planning.plan import ModelPlan, make_plan, with_rows, without_done
-from tests.planning.test_plan import config, facts
+from ensemble.planning.plan import ModelPlan, with_job, without_done
+from tests.planning.test_plan import config, facts, make_plan
 from tests.sampling import tries
 
 
@@ -65,12 +65,18 @@ def planned(
     views: int = 1,
     **keys: Any,
 ) -> ModelPlan:
-    member_keys: dict[str, Any] = {}
+    member_keys: dict[str, Any] = {"when": {"share": 0.5}}
     if views > 1:
-        member_keys = {"text_column": None, "prompt_template": "{{ text }}", "views": VIEWS[:views]}
+        member_keys |= {"text_column": None, "prompt_template": "{{ text }}", "views": VIEWS[:views]}
     speeds = {"m0": Speed(1.0, 1e-6, is_measured=True)}
-    plan = make_plan(config(member_keys, **keys), {"m0": facts(lengths, **member_keys)}, [], speeds=speeds)
-    return with_rows(plan, plan.models[0], is_selected, doubt)
+    known = {"m0": facts(lengths), "m1": facts(lengths, **member_keys)}
+    plan = make_plan(config({}, member_keys, **keys), known, [], speeds=speeds)
+    member = plan.models[1]
+    nothing = np.zeros((len(member.jobs), len(lengths)), dtype=np.bool_)
+    member = without_done(member, nothing, is_timed=plan.config.time_limit is not None)
+    for number in range(len(member.jobs)):
+        member = with_job(plan, member, number, is_selected, doubt, nothing[number])
+    return member
 
 
 @tries(60)
@@ -95,9 +101,10 @@ def test_selected_rows_are_cut_like_those_of_any_member(
 
     assert rows_in(member) == expected, "each of them in each view, and once"
     assert [chunk.index for chunk in member.chunks] == [*range(len(member.chunks))]
-    assert sum(chunk.cost for chunk in member.chunks) == pytest.approx(float(len(numbers) > 0))
-    assert member.work == pytest.approx(views * (lengths[is_selected] + 32).sum())
-    assert not member.is_undecided
+    share = (lengths[is_selected] + 32).sum() / (lengths + 32).sum()
+    assert sum(chunk.cost for chunk in member.chunks) == pytest.approx(share)
+    assert member.left_out == pytest.approx(1.0 - share)
+    assert not member.undecided
     for chunk in member.chunks:
         places = member.order[chunk.start : chunk.stop]
         assert (np.diff(lengths[places]) <= 0).all(), "the longest first"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from ensemble.planning.chunks import Chunk, cut_chunks, join_jobs, what_is_left
 from ensemble.planning.forecast import Speed
-from ensemble.planning.plan import make_plan, without_done
-from tests.planning.test_plan import config, facts
+from ensemble.planning.plan import without_done
+from tests.planning.test_plan import config, facts, make_plan
 from tests.sampling import tries
 
 

@@ -17,9 +17,9 @@ from ensemble.members.huggingface.spec import choose_dtype, is_soft_capped
 from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.planning.forecast import Speed
 from ensemble.planning.placement import ModelFacts
-from ensemble.planning.plan import Plan, make_plan
+from ensemble.planning.plan import Plan
 from tests.checkpoints import inspect_folder
-from tests.planning.test_plan import config
+from tests.planning.test_plan import config, make_plan
 
 GIB = 1 << 30
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 
 from ensemble.common.gpus import Device
 from ensemble.config import RunConfig
+from ensemble.jobs.job import compile_models
 from ensemble.members.base import ResourceRequest
 from ensemble.members.huggingface.memory import CheckpointMemory
 from ensemble.members.seq_cls.parent import SequenceClassification, SequenceClassifierSettings
+from ensemble.planning import plan as plans
 from ensemble.planning.chunks import cut_chunks
 from ensemble.planning.placement import ModelFacts
-from ensemble.planning.plan import WORKER_HOST_BYTES, make_plan
+from ensemble.planning.plan import WORKER_HOST_BYTES, Plan
 
 
 def asked(index: int, **keys: Any) -> SequenceClassifierSettings:
@@ -45,6 +48,11 @@ def facts(lengths: npt.NDArray[np.int64], **keys: Any) -> ModelFacts:
     """Of a member with these keys, of whose memory nothing is known."""
     settings = asked(0, **keys)
     return ModelFacts(settings.name, SequenceClassification(settings).request(), lengths)
+
+
+def make_plan(asked: RunConfig, known: Mapping[str, ModelFacts], *others: Any, **options: Any) -> Plan:
+    """A plan of the models that a config compiles to."""
+    return plans.make_plan(asked, compile_models(asked.models, asked.labels), known, *others, **options)
 
 
 def plan(devices: list[Device], *models: dict[str, Any], rows: int = 5000) -> list[tuple[int, int]]:

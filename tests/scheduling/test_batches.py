@@ -11,11 +11,10 @@ from ensemble.common.gpus import Device
 from ensemble.common.protocol import BatchChoice, Predict, Ready, decode, encode
 from ensemble.common.shards import CHOICES_FILE, read_shard, shard_name
 from ensemble.pipeline.resume import Choices, kept_batches
-from ensemble.planning.plan import make_plan
 from ensemble.scheduling.batches import BatchRecord, room_text
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.state import ModelState
-from tests.planning.test_plan import config, facts, gpus
+from tests.planning.test_plan import config, facts, gpus, make_plan
 from tests.pretended import PretendedLauncher, PretendedWorker, make_scheduler
 
 GIB = 1 << 30

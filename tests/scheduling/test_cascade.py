@@ -11,7 +11,7 @@ import pytest
 from ensemble.common.clock import Watch
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import ChunkDone, Failed, Predict
-from ensemble.planning.plan import ModelPlan, Plan, with_rows
+from ensemble.planning.plan import ModelPlan, Plan, with_job
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
@@ -41,12 +41,13 @@ class Selecting(PretendedRun):
             rows = len(self._plan.facts[last.plan.name].lengths)
             is_selected = np.arange(rows) < round(self._share * rows)
             self.ended_then = [*self._ended]
-            last.begin(with_rows(self._plan, last.plan, is_selected, np.zeros(rows)))
+            nothing = np.zeros(rows, dtype=np.bool_)
+            last.extend(with_job(self._plan, last.plan, 0, is_selected, np.zeros(rows), nothing))
 
 
 def undecided(member: ModelPlan) -> ModelPlan:
     """The member as a run has it until its rows are selected."""
-    return replace(member, is_undecided=True, chunks=(), order=member.order[:0])
+    return replace(member, undecided={0: 1.0}, chunks=(), order=member.order[:0])
 
 
 def run(

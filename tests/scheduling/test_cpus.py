@@ -16,14 +16,14 @@ from ensemble.pipeline.load import load
 from ensemble.pipeline.prepare import prepare
 from ensemble.planning import plan as planning
 from ensemble.planning.forecast import Speed
-from ensemble.planning.plan import CpuChoice, Plan, make_plan
+from ensemble.planning.plan import CpuChoice, Plan
 from ensemble.scheduling.launchers import local
 from ensemble.scheduling.launchers.local import thread_variables
 from tests.faults.chunky import chunky_config, ids_of, results
 from tests.faults.conftest import chunky, undisturbed
 from tests.faults.inject import Fault, Injected
 from tests.planning.test_placement import planned
-from tests.planning.test_plan import config, facts
+from tests.planning.test_plan import config, facts, make_plan
 from tests.project import Project
 
 __all__ = ["chunky", "undisturbed"]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from ensemble.common.protocol import Counters
 from ensemble.planning.forecast import Speed
-from ensemble.planning.plan import make_plan
 from ensemble.scheduling.deadline import (
     MIN_ROWS,
     RESERVE_MAX_SHARE,
@@ -24,7 +23,7 @@ from ensemble.scheduling.deadline import (
     reserve_seconds,
 )
 from ensemble.scheduling.state import ModelState
-from tests.planning.test_plan import config, facts
+from tests.planning.test_plan import config, facts, make_plan
 from tests.sampling import tries
 
 SHARE = st.builds(

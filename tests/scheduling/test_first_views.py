@@ -15,12 +15,12 @@ from ensemble.common.gpus import Device
 from ensemble.common.protocol import Predict
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed
-from ensemble.planning.plan import ModelPlan, Plan, make_plan, with_job, without_done
+from ensemble.planning.plan import ModelPlan, Plan, with_job, without_done
 from ensemble.scheduling.deadline import SAFETY, Deadline
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import Scheduler
 from ensemble.scheduling.state import ModelState
-from tests.planning.test_plan import config, facts, gpus
+from tests.planning.test_plan import config, facts, gpus, make_plan
 from tests.pretended import PretendedRun, SimulatedLauncher
 from tests.sampling import tries
 

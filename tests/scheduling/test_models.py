@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from ensemble.common.protocol import Failed, Load, Predict
-from ensemble.planning.plan import Plan, make_plan
+from ensemble.planning.plan import Plan
 from ensemble.scheduling.deadline import Deadline
-from tests.planning.test_plan import config, facts, gpus
+from tests.planning.test_plan import config, facts, gpus, make_plan
 from tests.pretended import Launched, computed, schedule
 
 # The third view has the first one's model.
@@ -71,6 +71,25 @@ def test_models_of_a_member_fail_together() -> None:
     assert second.failure == first.failure
     assert first.failure.member == "m0"
     assert other.finished
+
+
+def test_a_member_is_dropped_for_bad_rows_of_another_model_than_the_one_that_fails() -> None:
+    later_jobs: list[Predict] = []
+
+    def answer(command: Predict) -> object:
+        if command.job:
+            later_jobs.append(command)
+        elif later_jobs:  # the second model
+            return Failed("ValueError", "no such layer", "", command.chunk)
+        elif command.start == 0:
+            return replace(computed(command), bad_rows=(0,), bad_row_reasons=("too long",))
+        return computed(command)
+
+    states = schedule(plan_of_models(4, 1), gpus(1), answer, "drop_member")
+    failures = [state.failure for state in states]
+    assert [failure is not None and failure.is_dropped for failure in failures] == [True, True]
+    assert failures[0] is not None
+    assert "no such layer" in failures[0].message
 
 
 def test_nobody_stands_by_with_a_model_whose_chunks_others_have_taken() -> None:

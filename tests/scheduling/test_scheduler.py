@@ -23,10 +23,10 @@ from ensemble.common.protocol import (
 )
 from ensemble.jobs.job import model_of_trainings
 from ensemble.planning.chunks import Chunk
-from ensemble.planning.plan import Plan, make_plan, without_done
+from ensemble.planning.plan import Plan, without_done
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.state import ModelState
-from tests.planning.test_plan import config, facts, gpus
+from tests.planning.test_plan import config, facts, gpus, make_plan
 from tests.pretended import (
     CHUNK_SECONDS,
     SILENCE,

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from ensemble.common.protocol import Predict
-from ensemble.planning.plan import STANDBY_HOST_BYTES, make_plan
+from ensemble.planning.plan import STANDBY_HOST_BYTES
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.records import Gap, WorkerRecord, idle_gaps
 from ensemble.scheduling.state import ModelState
-from tests.planning.test_plan import config, facts, gpus
+from tests.planning.test_plan import config, facts, gpus, make_plan
 from tests.pretended import Launched, PretendedLauncher, PretendedWorker, computed, plan_of, schedule, used
 
 

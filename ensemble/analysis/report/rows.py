@@ -15,9 +15,9 @@ from ensemble.analysis.report.base import ReportData, Section, number, percent
 from ensemble.common.errors import EnsembleError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed
+from ensemble.jobs.when import entropy_terms, margins
 from ensemble.merging.methods.base import Values
 from ensemble.merging.scoring import row_losses
-from ensemble.planning.cascade import entropy_terms, margins
 
 _ROWS = 20
 _MAX_CHARACTERS = 400

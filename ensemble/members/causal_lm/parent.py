@@ -132,7 +132,6 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
     Settings: ClassVar[type[MemberConfig]] = CausalSettings
     child: ClassVar[str] = f"{CHILD}:ensemble.members.causal_lm.predictor.CausalMember"
     auto_class: ClassVar[str] = LANGUAGE_MODEL
-    keys_without_effect: ClassVar[tuple[str, ...]] = (*TextCheckpoint.keys_without_effect, "single_token")
     examples: ClassVar[str] = "ensemble.members.causal_lm.training:LabelTextExamples"
     cuts_beginning: ClassVar[bool] = True
 

@@ -76,11 +76,6 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
     """
 
     auto_class: ClassVar[str]
-    keys_without_effect: ClassVar[tuple[str, ...]] = (
-        "expandable_segments",
-        "max_split_size_mb",
-        "allow_pickle",
-    )
 
     def request(self) -> ResourceRequest:
         model = self.settings
@@ -164,11 +159,13 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             "source": [model.model_name_or_path, model.revision or "main"] if is_on_hub else None,
         }
 
-    def predicted_by(self) -> dict[str, object]:
-        return {
-            key: without_fetching(value) if key.endswith("_kwargs") and isinstance(value, dict) else value
-            for key, value in super().predicted_by().items()
-        }
+    def fingerprint_anywhere(self, inspected: C) -> Mapping[str, object]:
+        model = self.settings
+        asked = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}
+        assigned = Assigned(gpus=0, dtype=model.dtype, attention=model.attn_implementation)
+        decided = ["compute_dtype", *(name for name, value in asked.items() if value in (None, "auto"))]
+        values = self.fingerprint(inspected, assigned)
+        return {name: value for name, value in values.items() if name not in decided}
 
     def candidates(
         self, inspected: C, assigned: Assigned, ran_with: RanWith | None = None

@@ -5,7 +5,6 @@
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
@@ -111,14 +110,6 @@ class HuggingFaceSettings(MemberConfig):
         if not isinstance(train, dict) or values.get("model_name_or_path") is not None:
             return values
         return {**values, "model_name_or_path": train.get("base_model") or TO_BE_TRAINED}
-
-    @property
-    def computed_as(self) -> str:
-        keys = (
-            "model_name_or_path adapter_name_or_path quantization_config dtype attn_implementation "
-            "max_length num_gpus prompt_template text_column torch_compile adapters"
-        ).split()
-        return sha256(repr([getattr(self, key, None) for key in keys]).encode()).hexdigest()[:16]
 
     @property
     def adapter(self) -> AdapterSource | None:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from ensemble.common.digests import FileDigests, digest_of
+from ensemble.common.digests import FileDigests, digest_of, digests_of
 from ensemble.common.errors import CheckpointError
 from ensemble.common.packages import installed_versions, unsupported
 from ensemble.config import MemberConfig
@@ -147,7 +147,7 @@ class TrainingFromBase:
             CheckpointError: a file of the base model cannot be read.
         """
         keys = self._train.model_dump(mode="json", exclude=_NO_OTHER_MODEL)
-        made_of = {f"train.{key}": digest_of(value) for key, value in keys.items()}
+        made_of = digests_of({f"train.{key}": value for key, value in keys.items()})
         folder, model = self.folder, self.model
         if folder is None:
             return made_of

@@ -11,8 +11,9 @@ import pyarrow as pa
 
 from ensemble.common.gpus import Device
 from ensemble.data.csv_file import write_csv
+from ensemble.jobs.work import Computation
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import Computation, RunReport
+from ensemble.pipeline.run_report import RunReport
 from ensemble.scheduling.records import FaultRecord, Gap
 from tests.cli.reports import member, report, worker
 

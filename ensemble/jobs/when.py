@@ -1,4 +1,4 @@
-"""Select the rows that a member or job with ``when`` computes. PURE.
+"""Select rows by ``when``. PURE.
 
 A row is selected where the mean of the members and jobs before is unsure.  That depends on their values alone:
 neither chunks nor time nor an earlier run change it.
@@ -7,14 +7,13 @@ neither chunks nor time nor an earlier run change it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-When: TypeAlias = Mapping[str, float | str]
+from ensemble.jobs.job import When
+
 Doubts = npt.NDArray[np.float64]
 # A share of rows, such as 0.07 of 100, is a little more or less than a whole number.
 _ROUNDING = 1e-9
@@ -22,7 +21,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class ExpectedShare:
-    """Hold the share of the rows that a member or job with ``when`` is expected to compute, and why, in words."""
+    """Hold the share of the rows that ``when`` is expected to select, and why, in words."""
 
     share: float
     why: str

@@ -12,14 +12,13 @@ import pyarrow as pa
 import pytest
 
 from ensemble.common.shards import file_sha256, shard_name, shards_in
-from ensemble.pipeline.fingerprint import Fingerprint
-from ensemble.pipeline.resume import MemberWork, find_work, take_over, write_bad_rows, write_manifest
+from ensemble.jobs.causes import Causes
+from ensemble.jobs.work import Computation, Work, find_work, take_over, write_bad_rows, write_manifest
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import Computation
 
 ROWS = 6
 COMPUTED = Computation(at="2026-11-26", seconds=1.5, versions={"torch": "2.9"}, devices={"GPU-1": "A100"})
-NOW = Fingerprint("a" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
+NOW = Causes({"max_length": "a" * 64}, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
 
 
 @pytest.fixture
@@ -30,8 +29,8 @@ def rundir(tmp_path: Path) -> RunDir:
     return made
 
 
-def find(rundir: RunDir, fingerprint: Fingerprint = NOW, keeps_bad_rows: bool = False) -> MemberWork:
-    work = find_work(rundir, "m", fingerprint, ROWS, keeps_bad_rows)
+def find(rundir: RunDir, causes: Causes = NOW, keeps_bad_rows: bool = False) -> Work:
+    work = find_work(rundir, "m", causes, ROWS, keeps_bad_rows)
     work.row_digests = np.arange(2 * ROWS, dtype="<u8").reshape(ROWS, 2)
     return work
 
