@@ -26,7 +26,7 @@ _LABELS = ("a", "b", "c")
 _READ = "from pathlib import Path; from ensemble.analysis.predictions import read_files; import glob, time; " \
     "p = read_files(sorted(map(Path, glob.glob('m*.csv'))), None, Path('truth.csv'))"  # fmt: skip
 _WEIGHTS = "; from ensemble.analysis.weights import mean_loss, minimize_on_simplex; t = time.process_time(); " \
-    "w = minimize_on_simplex(mean_loss([*p.members.values()], p.truth, 'softmax'), len(p.members)); " \
+    "w = minimize_on_simplex(mean_loss([*p.members.values()], p.labelled), len(p.members)); " \
     "print(f'{time.process_time() - t:.1f} s of CPU', w)"  # fmt: skip
 
 

@@ -28,9 +28,9 @@ from sklearn.tree import DecisionTreeClassifier
 from bench.rounds import say
 from bench.table import plain_table
 from ensemble.analysis.fit import Options, blend_fitter, fit, fit_calibrations
-from ensemble.analysis.metrics import find_metric
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.weights import WeightedBlend
+from ensemble.merging.metrics import find_metric
 
 HALVES = 20
 AUTO, BEST, EQUAL = "auto", "best member", "equal weights"

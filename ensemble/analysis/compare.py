@@ -9,17 +9,6 @@ from typing import Final
 
 import numpy as np
 
-from ensemble.analysis.metrics import (
-    USUAL,
-    Bootstrap,
-    Folds,
-    Interval,
-    Metric,
-    MetricKind,
-    UndefinedMetric,
-    find_metric,
-    order_remarks,
-)
 from ensemble.analysis.predictions import (
     LABEL_COLUMN,
     Predictions,
@@ -38,7 +27,15 @@ from ensemble.data.answers import numbers_of
 from ensemble.data.ids import places_among
 from ensemble.data.table import Truth
 from ensemble.merging.methods.base import Values
-from ensemble.merging.scoring import LEVEL
+from ensemble.merging.metrics import (
+    USUAL,
+    Metric,
+    MetricKind,
+    UndefinedMetric,
+    find_metric,
+    order_remarks,
+)
+from ensemble.merging.scoring import LEVEL, Bootstrap, Interval
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import RunReport
 
@@ -228,24 +225,23 @@ def compare(
         name: (values, others[name]) for name, values in source_a.by_name(source_b).items() if name in others
     }
     is_same_kind = kind == source_b.predictions.activation
-    truth: Truth | None = None
+    predictions = replace(predictions, truth=None, remarks=())
     if not is_same_kind:
         remarks.append("no metric is compared, because only one side has exclusive labels")
     elif labels is not None:
-        rows = predictions.ids, predictions.labels, kind
-        truth, more_remarks = read_truth(labels, *rows, label_column or LABEL_COLUMN, id_column)
-        remarks += more_remarks
+        predictions = read_truth(predictions, labels, label_column or LABEL_COLUMN, id_column)
+        remarks += predictions.remarks
     else:
-        truth = _agreed_truth(source_a, source_b, remarks)
+        predictions = replace(predictions, truth=_agreed_truth(source_a, source_b, remarks))
     changed: tuple[MetricChange, ...] = ()
-    if truth is not None:
+    if predictions.truth is not None:
         remarks += order_remarks(requested, predictions.labels)
-        changed = tuple(_metric_changes(pairs, chosen, truth, kind, remarks, predictions.folds))
+        changed = tuple(_metric_changes(pairs, chosen, Bootstrap(predictions.labelled), remarks))
         scored = {change.metric for change in changed}
         remarks += predictions.ranking_remarks(metric for metric in chosen if metric.name in scored)
     if requested and not changed:
         problem = "no metric could be computed"
-        if truth is None:
+        if predictions.truth is None:
             problem = "metrics need the truth; name its table (--labels)"
         raise DataError([problem, *dict.fromkeys(remarks)])
     change_kind = kind if is_same_kind else "none"
@@ -390,12 +386,9 @@ def _shown(row: Values, first: Values, second: Values, labels: Sequence[str], ki
 def _metric_changes(
     pairs: Mapping[str, tuple[Values, Values]],
     metrics: Sequence[Metric],
-    truth: Truth,
-    kind: Activation,
+    bootstrap: Bootstrap,
     remarks: list[str],
-    folds: Folds | None,
 ) -> Iterator[MetricChange]:
-    bootstrap = Bootstrap(truth, kind, folds=folds)
     for name, pair in pairs.items():
         of_pair, (first, second) = bootstrap.of_common_rows(*pair)
         for metric in metrics:

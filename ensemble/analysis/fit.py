@@ -24,20 +24,9 @@ from typing import Final, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.analysis.metrics import (
-    QUADRATIC_KAPPA,
-    Bootstrap,
-    Metric,
-    Scored,
-    UndefinedMetric,
-    find_metric,
-    order_remarks,
-)
-from ensemble.analysis.metrics import Rows as ScoredRows
 from ensemble.analysis.predictions import Predictions, taken
 from ensemble.analysis.weights import (
     FittedThresholds,
-    Kind,
     Pool,
     StackingFit,
     WeightedBlend,
@@ -48,6 +37,7 @@ from ensemble.analysis.weights import (
     fit_thresholds,
     fit_vector_scaling,
     geometric_loss,
+    kind_of,
     mean_loss,
     minimize_on_simplex,
     one_hot,
@@ -61,7 +51,9 @@ from ensemble.data.answers import numbers_of
 from ensemble.data.digests import truth_sha256
 from ensemble.data.table import Truth
 from ensemble.merging.methods.base import Values
-from ensemble.merging.scoring import Interval
+from ensemble.merging.metrics import QUADRATIC_KAPPA, Metric, UndefinedMetric, find_metric, order_remarks
+from ensemble.merging.metrics import Rows as ScoredRows
+from ensemble.merging.scoring import Bootstrap, Interval, Scored
 
 Method: TypeAlias = Literal["equal", "best_member", "simplex", "greedy", "stacking", "auto"]
 CalibrationMethod: TypeAlias = Literal["none", "temperature", "vector"]
@@ -267,7 +259,7 @@ def fit_sample(
         score, of_rounding = scorer.score(answers), scorer.score(answered(rounding(numbers), held_out[0]))
         thresholds = FittedThresholds(
             numbers=numbers,
-            values=fit_thresholds(held_out[0], sample.required_truth, numbers, options.seed).thresholds,
+            values=fit_thresholds(held_out[0], sample.labelled, numbers, options.seed).thresholds,
             score=score.value,
             halfway=of_rounding.value,
             over_halfway=scorer.gain(score, of_rounding),
@@ -302,7 +294,7 @@ def fit_sample(
         remarks=(*predictions.remarks, *order),
         fitted_on=FittingConfig(
             rows=predictions.rows,
-            sha256=truth_sha256(predictions.ids, predictions.labels, predictions.required_truth),
+            sha256=truth_sha256(predictions.ids, predictions.labels, predictions.labelled.truth),
             metric=options.metric,
             value=merged.value,
             interval=None if np.isnan(interval.low) else (interval.low, interval.high),
@@ -339,10 +331,6 @@ def values_to_merge(sample: Predictions, calibrations: Calibrations, options: Op
     return [*merged.members.values()]
 
 
-def _kind(sample: Predictions) -> Kind:
-    return "softmax" if sample.activation == "softmax" else "sigmoid"
-
-
 def check(sample: Predictions, options: Options, metric: Metric) -> None:
     """Raise what is wrong with the options or the rows."""
     if options.method in _LOG_LOSS_METHODS and options.metric != LOG_LOSS:
@@ -377,8 +365,7 @@ def check(sample: Predictions, options: Options, metric: Metric) -> None:
     problems = [*problems_of(sample, options, metric)]
     if problems:
         raise DataError(problems)
-    values = next(iter(sample.members.values()))
-    metric.value(sample.required_truth, values, sample.activation, sample.folds)  # or raise
+    metric.value(sample.labelled, next(iter(sample.members.values())))  # or raise
 
 
 def problems_of(sample: Predictions, options: Options, metric: Metric) -> Iterator[str]:
@@ -386,9 +373,8 @@ def problems_of(sample: Predictions, options: Options, metric: Metric) -> Iterat
     for name, values in sample.members.items():
         if sample.rows > 1 and (values == values[0]).all():
             yield f"{name} gives every row the same values: it cannot help; leave it out"
-    truth = sample.required_truth
-    values = next(iter(sample.members.values()))
-    has_label = ScoredRows(truth, values, sample.activation).true_each.sum(axis=0)
+    truth = sample.labelled.truth
+    has_label = ScoredRows(sample.labelled, next(iter(sample.members.values()))).true_each.sum(axis=0)
     # With and without each label.
     needed = 5 if metric.kind == "ranks" else int(options.method == "stacking")
     if (truth == truth[0]).all():
@@ -435,18 +421,17 @@ def fitted_numbers(sample: Predictions, options: Options) -> int:
 def fit_calibrations(sample: Predictions, options: Options) -> Calibrations:
     """Return the calibration of each member that is best for these rows."""
     calibrations: Calibrations = {}
-    possible = sample.post.possible
     for name, values in sample.members.items():
-        activation, truth = sample.activations[name], sample.required_truth
-        if options.calibration == "none" or activation == "none":
+        known = replace(sample.labelled, activation=sample.activations[name])
+        if options.calibration == "none" or known.activation == "none":
             calibrations[name] = None
             continue
-        if activation != _kind(sample):
-            truth = one_hot(truth, values.shape[1])
+        if known.activation != kind_of(sample.labelled):
+            known = replace(known, truth=one_hot(known.truth, values.shape[1]))
         if options.calibration == "temperature":
-            settings = CalibrationConfig(temperature=fit_temperature(values, truth, activation, possible))
+            settings = CalibrationConfig(temperature=fit_temperature(values, known))
         else:
-            scale, bias = fit_vector_scaling(values, truth, activation, possible)
+            scale, bias = fit_vector_scaling(values, known)
             settings = CalibrationConfig(
                 scale=dict(zip(sample.labels, scale.tolist(), strict=True)),
                 bias=dict(zip(sample.labels, bias.tolist(), strict=True)),
@@ -462,16 +447,16 @@ def blend_fitter(
 
     Its argument is the number of a member to leave out; None: no member is left out.
     """
-    truth, kind, pool = sample.required_truth, _kind(sample), options.pool
+    known, kind, pool = sample.labelled, kind_of(sample.labelled), options.pool
     if options.method == "stacking":
-        return partial(fit_stacking, members, truth, kind, options.seed)
+        return partial(fit_stacking, members, known, options.seed)
     numbers = range(len(members))
     if options.method == "equal":
         return lambda left_out: WeightedBlend(
             np.array([float(number != left_out) for number in numbers]), pool, kind
         )
     if options.method == "best_member":
-        values = [metric.value(truth, member, sample.activation, sample.folds) for member in members]
+        values = [metric.value(known, member) for member in members]
         scores = values if metric.greater_is_better else [-value for value in values]
 
         def best(left_out: int | None) -> Blend:
@@ -480,17 +465,17 @@ def blend_fitter(
 
         return best
     if options.method == "simplex":
-        loss = (mean_loss if pool == "mean" else geometric_loss)(members, truth, kind)
+        loss = (mean_loss if pool == "mean" else geometric_loss)(members, known)
         start = minimize_on_simplex(loss, len(members))
         return lambda left_out: WeightedBlend(
             minimize_on_simplex(loss, len(members), left_out, start), pool, kind
         )
     # A greedy selection tries hundreds of means, so that a sample of the rows must do.
-    rows = sampled_rows(len(truth), 20_000, options.seed)
-    folds_of_rows = None if sample.folds is None else sample.folds[rows]
+    rows = sampled_rows(len(known), 20_000, options.seed)
+    known = known.taken(rows)
 
     def score(values: Values) -> float:
-        value = metric.value(truth[rows], values, sample.activation, folds_of_rows)
+        value = metric.value(known, values)
         return value if metric.greater_is_better else -value
 
     return partial(fit_greedy, [taken(values, rows) for values in members], score, pool, kind)
@@ -515,14 +500,12 @@ def _cross_validated(
     merged, equal, best, *without = (np.empty(shape, order="F") for _ in range(3 + count * (count > 1)))
     answers = np.empty(shape if numbers else (0, 0))
     best_members, is_exclusive = [], sample.activation == "softmax"
-    equal_blend = WeightedBlend(np.ones(count), equal_pool, _kind(sample))
+    equal_blend = WeightedBlend(np.ones(count), equal_pool, kind_of(sample.labelled))
     for fold in range(options.folds):
         is_scored = np.flatnonzero(fold_of == fold)
         others, scored = sample.taken(np.flatnonzero(fold_of != fold)), sample.taken(is_scored)
-        scores = [
-            metric.value(others.required_truth, values, sample.activation, others.folds)
-            for values in others.as_merged({}).members.values()
-        ]
+        known = others.labelled
+        scores = [metric.value(known, values) for values in others.as_merged({}).members.values()]
         best_members.append(int(np.argmax(scores) if metric.greater_is_better else np.argmin(scores)))
         calibrations = fit_calibrations(others, options)
         raw = [*scored.as_merged({}).members.values()]
@@ -536,7 +519,7 @@ def _cross_validated(
             fitted_to, tried_on = blend.merge(members), merged[is_scored]
             others.post.merged(0, fitted_to, is_exclusive)
             scored.post.merged(0, tried_on, is_exclusive)
-            answer = fit_thresholds(fitted_to, others.required_truth, numbers, options.seed)
+            answer = fit_thresholds(fitted_to, known, numbers, options.seed)
             answers[is_scored] = answered(answer, tried_on)
         for number, values in enumerate(without):
             has_weight = isinstance(blend, StackingFit) or blend.weights[number] > 0
@@ -556,8 +539,7 @@ def with_folds_to_score(sample: Predictions, options: Options, metric: Metric) -
     if metric.kind != "ranks" or sample.folds is None:
         remarks = (*sample.remarks, *sample.ranking_remarks([metric]))
         return replace(sample, folds=None, remarks=remarks), options
-    values = next(iter(sample.members.values()))
-    parts = metric.folds_to_score(sample.required_truth, values, sample.activation, sample.folds)
+    parts = metric.folds_to_score(sample.labelled, next(iter(sample.members.values())))
     if len(parts) < 2:
         remark = f"{metric.name}: defined in one of the models' folds alone, so all rows are ranked together"
         return replace(sample, folds=None, remarks=(*sample.remarks, remark)), options
@@ -569,7 +551,7 @@ def folds_of(sample: Predictions, options: Options) -> Rows:
     """Return the fold of each row, [rows]: that of its model where ``with_folds_to_score`` keeps it."""
     if sample.folds is not None:
         return sample.folds
-    return folds(sample.required_truth, options.folds, options.seed)
+    return folds(sample.labelled.truth, options.folds, options.seed)
 
 
 def folds(truth: Truth, count: int, seed: int) -> Rows:
@@ -588,7 +570,7 @@ class HeldOutScorer:
 
     def __init__(self, sample: Predictions, metric: Metric, fold_of: Rows) -> None:
         self._metric = metric
-        self._bootstrap = Bootstrap(sample.required_truth, sample.activation, folds=fold_of)
+        self._bootstrap = Bootstrap(replace(sample.labelled, folds=fold_of))
         try:
             self.folds_scored = self.score(next(iter(sample.members.values()))).folds
         except UndefinedMetric as error:

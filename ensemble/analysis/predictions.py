@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ensemble.analysis.metrics import Folds, Metric
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
 from ensemble.common.protocol import Activation
 from ensemble.common.shards import file_sha256, read_bits
@@ -32,7 +31,9 @@ from ensemble.data.table import InputTable, TableNeeds, Truth, distinct_cells, r
 from ensemble.merging.blocks import RowCheck
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods.base import Values
+from ensemble.merging.metrics import Folds, LabelledRows, Metric
 from ensemble.merging.post_process import AllowedLabels, PostProcess, RowRules
+from ensemble.pipeline.member_views import needs_of
 from ensemble.pipeline.prediction_files import (
     ROWS_ADVICE,
     activation_of_one_label,
@@ -98,17 +99,13 @@ class Predictions:
         return common_activation(self.activations.values())
 
     @property
-    def required_truth(self) -> Truth:
-        """Return the truth; a DataError says that it is not known."""
+    def labelled(self) -> LabelledRows:
+        """Return what is known of the rows to score all members by; a DataError says that there is no truth."""
         if self.truth is None:
             raise DataError(
                 "no true labels: --labels names the file that has them, or data.label_column the column"
             )
-        return self.truth
-
-    def with_truth(self, truth: Truth, remarks: Sequence[str]) -> Predictions:
-        """Return the same with a truth, as ``read_truth`` returns it."""
-        return replace(self, truth=truth, remarks=(*self.remarks, *remarks))
+        return LabelledRows(self.truth, self.activation, self.post.possible, self.folds)
 
     def with_folds(self, path: Path, id_column: str | None, metrics: Iterable[Metric]) -> Predictions:
         """Return the same with the folds that a table has, for metrics that rank rows; see ``read_folds``.
@@ -211,10 +208,7 @@ def read_files(
     )
     if labels is None:
         return predictions
-    ids_there = id_column or first.id_column
-    return predictions.with_truth(
-        *read_truth(labels, ids, label_names, predictions.activation, label_column, ids_there)
-    )
+    return read_truth(predictions, labels, label_column, id_column or first.id_column)
 
 
 def known_folds(paths: Iterable[Path], ids: pa.ChunkedArray) -> Folds | None:
@@ -310,29 +304,19 @@ def _joined(
     return _for_each(files, join)
 
 
-def read_truth(
-    path: Path,
-    ids: pa.ChunkedArray,
-    labels: tuple[str, ...],
-    activation: Activation,
-    label_column: str = LABEL_COLUMN,
-    id_column: str | None = None,
-) -> tuple[Truth, list[str]]:
-    """Read the truth of the rows ``ids``, see ``Predictions.truth``, from a table in any input format.
+def read_truth(predictions: Predictions, path: Path, label_column: str, id_column: str | None) -> Predictions:
+    """Return predictions with the truth that a table in any input format has, and remarks on what was left out.
 
     Args:
         label_column: if the table has none, a column per label holds 0 and 1 or how likely it is.
         id_column: of the predictions; the table's may have another name.
-
-    Returns:
-        the truth, and what was left out, a sentence each.
     """
     header = column_names(path)
     is_named = id_column in header
-    column = id_column if is_named else guessed_id_column(header, (label_column, *labels))
+    column = id_column if is_named else guessed_id_column(header, (label_column, *predictions.labels))
     data = DataConfig.model_construct(path=path, id_column=str(column), label_column=label_column)
     try:
-        return read_truth_of(data, ids, labels, activation)
+        return read_truth_of(predictions, data)
     except DataError as error:
         if is_named or column == ID_COLUMN:
             raise
@@ -341,34 +325,21 @@ def read_truth(
         raise DataError(problems) from error
 
 
-def read_truth_of(
-    data: DataConfig,
-    ids: pa.ChunkedArray,
-    labels: tuple[str, ...],
-    activation: Activation,
-    limit: int | None = None,
-) -> tuple[Truth, list[str]]:
-    """Read the truth from the columns that a config names; see ``read_truth``."""
+def read_truth_of(predictions: Predictions, data: DataConfig, limit: int | None = None) -> Predictions:
+    """Return predictions with the truth in the columns that a config names; see ``read_truth``."""
+    labels, activation = predictions.labels, predictions.activation
     column, columns = _truth_columns(data, labels, activation)
-    needs = TableNeeds(
-        id_column=data.id_column,
-        label_column=column,
-        labels=labels,
-        limit=limit,
-        label_columns=columns,
-        truth_as=activation,
-        skip_unlabelled=data.skip_unlabelled,
-    )
-    table = read_table(data.path, needs)
+    needs = needs_of(data, labels, activation, limit)
+    table = read_table(data.path, replace(needs, label_column=column, label_columns=columns))
     assert table.truth is not None
-    rows = _rows_of(ids, data.path, table, "the truth of each row is needed")
-    remarks = [*table.file_remarks]
-    if others := table.rows - len(ids):
+    rows = _rows_of(predictions.ids, data.path, table, "the truth of each row is needed")
+    remarks = [*predictions.remarks, *table.file_remarks]
+    if others := table.rows - predictions.rows:
         remarks.append(f"{plural(others, 'row')} of {data.path} left out, of ids without predictions")
     truth: Truth = table.truth[rows]
     if truth.ndim == 2 and activation == "softmax" and bool(np.isin(truth, (0.0, 1.0)).all()):
         truth = np.asarray(truth.argmax(axis=1), np.int64)
-    return truth, remarks
+    return replace(predictions, truth=truth, remarks=tuple(remarks))
 
 
 def _truth_columns(
@@ -476,33 +447,20 @@ def read_run(run_dir: Path, with_truth: bool = True, label_column: str | None = 
     if not with_truth:
         return predictions
     try:
-        return _with_truth_of_run(predictions, run_dir, report, label_column)
+        return _with_truth_of_run(predictions, report, label_column)
     except EnsembleError as error:
         problems = [f"no truth: {problem}" for problem in error.problems]
         return replace(predictions, remarks=(*remarks, *problems))
 
 
-def _with_truth_of_run(
-    predictions: Predictions, run_dir: Path, report: RunReport, label_column: str | None
-) -> Predictions:
+def _with_truth_of_run(predictions: Predictions, report: RunReport, label_column: str | None) -> Predictions:
     """Return predictions with the truth of the run's table, if its config names any."""
     document = _document(report)
-    data = data_config(document, expand(document, os.environ))
-    if label_column is not None:
-        data = data.model_copy(update={"label_column": label_column, "label_columns": None})
-    if data.label_column is None and data.label_columns is None:
+    data = data_config(document, expand(document, os.environ)).labelled_by(label_column)
+    if not data.has_truth:
         return predictions
-    data = data.model_copy(update={"path": report.table_path()})
-    limit = document.data.get("limit")
-    return predictions.with_truth(
-        *read_truth_of(
-            data,
-            predictions.ids,
-            predictions.labels,
-            predictions.activation,
-            limit if isinstance(limit, int) else None,
-        )
-    )
+    data, limit = data.model_copy(update={"path": report.table_path()}), document.data.get("limit")
+    return read_truth_of(predictions, data, limit if isinstance(limit, int) else None)
 
 
 def run_settings(report: RunReport) -> dict[str, object]:

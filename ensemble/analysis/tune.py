@@ -21,7 +21,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import yaml
 
-from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval
 from ensemble.commands.rehearse import sample_rows_of
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import digest_of
@@ -33,10 +32,12 @@ from ensemble.common.protocol import Activation
 from ensemble.common.text import duration, listed, plural, quoted
 from ensemble.config import LoadedConfig, TuningConfig
 from ensemble.config.document import path_of
-from ensemble.data.table import InputTable, Truth
+from ensemble.data.table import InputTable
 from ensemble.jobs.job import compile_models
 from ensemble.members.base import Assigned, Candidate, Inspection, OutputColumns, RanWith
 from ensemble.members.registry import member_kind
+from ensemble.merging.metrics import METRICS, USUAL, LabelledRows
+from ensemble.merging.scoring import Bootstrap, Interval
 from ensemble.pipeline.load import derived_run, load
 from ensemble.pipeline.prediction_files import read_as_written
 from ensemble.pipeline.prepare import for_rows, prepare
@@ -349,10 +350,11 @@ class MemberTrials:
         for of_trial in (expected, values):  # what counts are the values that would be merged
             post.member(0, of_trial, activation)
         mean, largest, changed = distances(expected, values, activation)
-        truth = self._prepared.truth
+        known = self._prepared.labelled
         metrics: dict[str, Interval] = {}
-        if truth is not None:
-            metrics = _metric_differences(expected, values, truth[self._chosen][in_both], activation)
+        if known is not None:
+            known = replace(known.taken(self._chosen[in_both]), activation=activation)
+            metrics = _metric_differences(expected, values, known)
         return replace(
             trial,
             mean=mean,
@@ -519,11 +521,11 @@ def distances(
 
 
 def _metric_differences(
-    expected: npt.NDArray[np.float64], values: npt.NDArray[np.float64], truth: Truth, activation: Activation
+    expected: npt.NDArray[np.float64], values: npt.NDArray[np.float64], known: LabelledRows
 ) -> dict[str, Interval]:
-    bootstrap = Bootstrap(truth, activation)
+    bootstrap = Bootstrap(known)
     differences = {}
-    for name in USUAL[activation]:
+    for name in USUAL[known.activation]:
         with contextlib.suppress(DataError):  # for example AUC if all rows have the same label
             reference = bootstrap.score(METRICS[name], expected)
             differences[name] = bootstrap.score(METRICS[name], values).minus(reference)

@@ -33,10 +33,10 @@ from ensemble.data.table import Truth
 from ensemble.merging.calibration import EPSILON, features, probabilities_of
 from ensemble.merging.methods.base import Values
 from ensemble.merging.methods.weighted_mean import weighted_mean
-from ensemble.merging.scoring import Interval, row_losses
+from ensemble.merging.metrics import QUADRATIC_KAPPA, LabelledRows, answer_scores, row_losses
+from ensemble.merging.scoring import Interval
 
 Kind: TypeAlias = Literal["softmax", "sigmoid"]
-Flags: TypeAlias = npt.NDArray[np.bool_] | None
 # A merge method that weights can be fitted for.
 Pool: TypeAlias = Literal["mean", "geometric_mean"]
 # Returns the log loss of weights, float64 [members], and its gradient.
@@ -55,14 +55,13 @@ _INNER_FOLDS = 3
 _MAX_ROWS_OF_THRESHOLDS = 20_000
 
 
-def fit_temperature(values: Values, truth: Truth, kind: Kind, possible: Flags = None) -> float:
+def fit_temperature(values: Values, known: LabelledRows) -> float:
     """Return the temperature with the least log loss; 1 if none changes anything.
 
-    The truth is label numbers, int64 [rows], or like the values probabilities, float64 [rows, labels]. Labels that
-    are not ``possible``, bool [rows, labels], are 0 after the calibration; None: all are possible.
+    The values are probabilities, float64 [rows, labels]. Labels that are not possible are 0 after the calibration.
     """
-    logs, targets, offsets = _logs_and_targets(values, truth, kind, possible)
-    rows = logs.shape[1]
+    logs, targets, offsets = _logs_and_targets(values, known)
+    rows, kind = logs.shape[1], kind_of(known)
 
     def loss(inverse: Values) -> tuple[float, Values]:
         value, slopes = loss_of_scores(inverse * logs + offsets, targets, kind)
@@ -74,16 +73,14 @@ def fit_temperature(values: Values, truth: Truth, kind: Kind, possible: Flags = 
     return float(1 / best.x[0])
 
 
-def fit_vector_scaling(
-    values: Values, truth: Truth, kind: Kind, possible: Flags = None
-) -> tuple[Values, Values]:
+def fit_vector_scaling(values: Values, known: LabelledRows) -> tuple[Values, Values]:
     """Return the scale and the bias of each label with the least log loss, float64 [labels] each.
 
     A normal prior, which counts as one row, takes all scales to be 1 and all biases 0 give or take 1. It decides
     what the rows do not, such as the bias of a label that no row has. Arguments are as for ``fit_temperature``.
     """
-    logs, targets, offsets = _logs_and_targets(values, truth, kind, possible)
-    labels, rows = logs.shape
+    logs, targets, offsets = _logs_and_targets(values, known)
+    (labels, rows), kind = logs.shape, kind_of(known)
     start = np.repeat([1.0, 0.0], labels)
 
     def loss(parameters: Values) -> tuple[float, Values]:
@@ -108,6 +105,11 @@ def loss_of_scores(scores: Values, targets: Values, kind: Kind) -> tuple[float, 
     return float(norms.sum() - (targets * scores).sum()), shares - targets
 
 
+def kind_of(known: LabelledRows) -> Kind:
+    """Return how values are merged: of exclusive labels, or each label by itself."""
+    return "softmax" if known.activation == "softmax" else "sigmoid"
+
+
 def one_hot(truth: Truth, labels: int) -> Values:
     """Return the truth as probabilities, float64 [rows, labels]."""
     if truth.ndim == 2:
@@ -122,20 +124,19 @@ def sampled_rows(rows: int, most: int, seed: int = 0) -> npt.NDArray[np.int64]:
     return np.random.default_rng(seed).permutation(rows)[:most]
 
 
-def _logs_and_targets(
-    values: Values, truth: Truth, kind: Kind, possible: Flags
-) -> tuple[Values, Values, Values | float]:
+def _logs_and_targets(values: Values, known: LabelledRows) -> tuple[Values, Values, Values | float]:
     """Return a sample's features, its truth, and what to add to scores, float64 [labels, rows] each.
 
     A label that is impossible in a row has no feature there, and a score that makes its probability 0. Where a true
     label is impossible, the calibration cannot help, and all labels of the row count as possible.
     """
     rows = sampled_rows(len(values), MAX_ROWS)
-    logs = features(values[rows], kind).T
-    targets = one_hot(truth[rows], values.shape[1]).T
+    known = known.taken(rows)
+    logs = features(values[rows], kind_of(known)).T
+    targets = one_hot(known.truth, values.shape[1]).T
     offsets: Values | float = 0.0
-    if possible is not None:
-        is_impossible = ~possible[rows].T
+    if known.possible is not None:
+        is_impossible = ~known.possible.T
         is_impossible[:, (is_impossible & (targets > 0)).any(axis=0)] = False
         offsets = np.where(is_impossible, -1e5, 0.0)  # far below all scores that a temperature gives
         logs = np.where(is_impossible, 0.0, logs)
@@ -160,10 +161,10 @@ class WeightedBlend:
         return mean if self.pool == "mean" else probabilities_of(mean, [self.kind])
 
 
-def mean_loss(members: Sequence[Values], truth: Truth, kind: Kind) -> WeightLoss:
+def mean_loss(members: Sequence[Values], known: LabelledRows) -> WeightLoss:
     """Return the log loss of the weighted mean; of sigmoid members it is the mean over rows and labels."""
-    targets = one_hot(truth, members[0].shape[1])
-    if kind == "sigmoid":
+    targets = one_hot(known.truth, members[0].shape[1])
+    if kind_of(known) == "sigmoid":
         targets = _no_and_yes(targets)
         members = [_no_and_yes(values) for values in members]
     # Only what members give to the true labels counts.
@@ -178,11 +179,11 @@ def mean_loss(members: Sequence[Values], truth: Truth, kind: Kind) -> WeightLoss
     return loss
 
 
-def geometric_loss(members: Sequence[Values], truth: Truth, kind: Kind) -> WeightLoss:
+def geometric_loss(members: Sequence[Values], known: LabelledRows) -> WeightLoss:
     """Return the same for the weighted geometric mean, scaled to sum to 1: softmax of the weighted mean of ln p."""
-    rows, labels = members[0].shape
+    (rows, labels), kind = members[0].shape, kind_of(known)
     logs = np.stack([features(values, kind).T for values in members])
-    targets = one_hot(truth, labels).T
+    targets = one_hot(known.truth, labels).T
     terms = rows if kind == "softmax" else rows * labels
 
     def loss(weights: Values) -> tuple[float, Values]:
@@ -279,15 +280,16 @@ class StackingFit:
 
 
 def fit_stacking(
-    members: Sequence[Values], truth: Truth, kind: Kind, seed: int, left_out: int | None = None
+    members: Sequence[Values], known: LabelledRows, seed: int, left_out: int | None = None
 ) -> StackingFit:
     """Return the regression of the truth on the members' probabilities, on at most ``MAX_ROWS`` rows.
 
     Its penalty is the best of ``PENALTIES`` in cross-validation among these rows. At least two labels must occur.
     The coefficients of the member that is ``left_out`` are 0.
     """
-    rows = np.random.default_rng(seed).permutation(len(truth))[:MAX_ROWS]
-    targets = one_hot(truth, members[0].shape[1])[rows]
+    rows = np.random.default_rng(seed).permutation(len(known))[:MAX_ROWS]
+    targets = one_hot(known.truth, members[0].shape[1])[rows]
+    known, kind = replace(known.taken(rows), truth=targets), kind_of(known)
     members = [values[rows] for number, values in enumerate(members) if number != left_out]
     # With more rows the penalty hardly matters.
     fold_of = np.arange(min(len(targets), 5_000)) % _INNER_FOLDS
@@ -297,7 +299,7 @@ def fit_stacking(
         for number, penalty in enumerate(PENALTIES):
             stacking = _fitted([values[others] for values in members], targets[others], kind, penalty)
             merged = stacking.merge([values[scored] for values in members])
-            losses[number] += row_losses(targets[scored], merged, kind).sum()
+            losses[number] += row_losses(known.taken(scored), merged).sum()
     stacking = _fitted(members, targets, kind, PENALTIES[int(losses.argmin())])
     if left_out is None:
         return stacking
@@ -365,18 +367,18 @@ def rounding(numbers: tuple[float, ...]) -> Answer:
     return Answer(texts=(), numbers=numbers, thresholds=halfway(numbers))
 
 
-def fit_thresholds(values: Values, truth: Truth, numbers: tuple[float, ...], seed: int) -> Answer:
+def fit_thresholds(values: Values, known: LabelledRows, numbers: tuple[float, ...], seed: int) -> Answer:
     """Return the answer whose thresholds have the best kappa on these rows that Nelder and Mead's search finds.
 
     The kappa is flat between rows' expected numbers, so that a search by slopes stands still. The first steps are a
     quarter of the least distance of two numbers. Of more than 20,000 rows it takes as many at random.
     """
     rows, answer = sampled_rows(len(values), _MAX_ROWS_OF_THRESHOLDS, seed), rounding(numbers)
-    values, truth = values[rows], truth[rows]
+    values, known = values[rows], known.taken(rows)
 
     def loss(thresholds: Values) -> float:
         tried = replace(answer, thresholds=tuple(np.sort(thresholds).tolist()))
-        return -tried.scores(truth, values, "softmax").get("quadratic_kappa", 0.0)
+        return -answer_scores(tried, known, values).get(QUADRATIC_KAPPA, 0.0)
 
     start, step = np.array(answer.thresholds), np.diff(sorted(numbers)).min() / 4
     simplex = np.vstack([start, start + step * np.eye(len(start))])

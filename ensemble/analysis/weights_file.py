@@ -12,7 +12,6 @@ from typing import Any, Final
 import yaml
 
 from ensemble.analysis.fit import LOG_LOSS, Candidate, FitReport, Options, fit
-from ensemble.analysis.metrics import QUADRATIC_KAPPA, find_metric
 from ensemble.analysis.predictions import (
     LABEL_COLUMN,
     Predictions,
@@ -30,6 +29,7 @@ from ensemble.config import CalibrationConfig, ConfigSource, LoadedConfig, Mappi
 from ensemble.config.document import parse
 from ensemble.data.answers import whole_numbers
 from ensemble.merging.methods.base import Values
+from ensemble.merging.metrics import QUADRATIC_KAPPA, find_metric
 from ensemble.merging.scoring import Interval
 from ensemble.pipeline.prediction_files import changed_members, changed_sentence, path_of
 from ensemble.pipeline.run_dir import RunDir
@@ -181,16 +181,13 @@ def _fit_run(
     )
     if options.method != "auto" and method == "logit_mean" and predictions.activation == "softmax":
         raise ConfigError(f"ensemble.method: logit_mean is not for labels that exclude each other; {advice}")
-    rows = predictions.ids, predictions.labels, predictions.activation
+    data = data.labelled_by(label_column)
     if labels is not None:
-        predictions = predictions.with_truth(
-            *read_truth(labels, *rows, label_column or LABEL_COLUMN, id_column or data.id_column)
+        predictions = read_truth(
+            predictions, labels, label_column or LABEL_COLUMN, id_column or data.id_column
         )
-    else:
-        if label_column is not None:
-            data = data.model_copy(update={"label_column": label_column, "label_columns": None})
-        if data.label_column is not None or data.label_columns is not None:
-            predictions = predictions.with_truth(*read_truth_of(data, *rows))
+    elif data.has_truth:
+        predictions = read_truth_of(predictions, data)
     columns = _submitted_columns(loaded) if options.metric == QUADRATIC_KAPPA else {}
     numbers = next(filter(None, (_numbers(column, config.labels) for column in columns.values())), ())
     options = replace(options, pool=POOLS.get(method, "mean"), numbers=numbers)

@@ -9,12 +9,13 @@ import yaml
 
 from ensemble.analysis.compare import Comparison
 from ensemble.analysis.fit import FitReport
-from ensemble.analysis.metrics import METRIC_KINDS, Interval
 from ensemble.analysis.tune import MemberTuning, Trial, Tuning
 from ensemble.analysis.weights_file import difference, verdicts
 from ensemble.cli.layout import Table, table
 from ensemble.common.text import duration, gib, percent_of, plural, rate, written
 from ensemble.config import CalibrationConfig
+from ensemble.merging.metrics import METRIC_KINDS
+from ensemble.merging.scoring import Interval
 from ensemble.pipeline.run_report import MemberReport
 
 _COSTS = ("member", "run", "computing", "start-up", "rows/s", "host memory", "GPU memory")

@@ -134,6 +134,17 @@ class DataConfig(StrictConfig):
         column_by_label = {label: column for column, label in self.label_columns.items()}
         return tuple(column_by_label.get(label, label) for label in labels)
 
+    @property
+    def has_truth(self) -> bool:
+        """Return whether columns are named that have the true labels."""
+        return self.label_column is not None or self.label_columns is not None
+
+    def labelled_by(self, column: str | None) -> Self:
+        """Return the same with another column of true labels; None: it stays as it is."""
+        if column is None:
+            return self
+        return self.model_copy(update={"label_column": column, "label_columns": None})
+
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         if self.label_column is not None and len(labels) == 1:
             yield (
@@ -873,9 +884,7 @@ class RunConfig(StrictConfig):
             yield ("training",), "no member has train; give it to one, or drop this"
         if not self.trained_members:
             return
-        data = self.training_data
-        has_labels = data.label_column is not None or data.label_columns is not None
-        if not has_labels and (self.training is None or self.training.labels is None):
+        if not self.training_data.has_truth and (self.training is None or self.training.labels is None):
             where = "data" if self.training is None or self.training.data is None else "training.data"
             yield (*where.split("."),), "has no label_column, which the members with train learn"
 

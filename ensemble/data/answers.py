@@ -12,9 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.common.errors import DataError
-from ensemble.common.protocol import Activation
 from ensemble.data.json_cells import TemplateProblem
-from ensemble.data.table import InputTable, Truth
+from ensemble.data.table import InputTable
 from ensemble.data.template import PromptTemplate, compile_template
 
 # What a format calls the label or number.
@@ -108,36 +107,6 @@ class Answer:
                 raise DataError(f"format: row {number + 1:,}: {problem}") from None
             cells.append(self.separator.join(parts))
         return pa.array(cells, pa.string())
-
-    def scores(
-        self, truth: Truth, values: npt.NDArray[np.float64], activation: Activation
-    ) -> dict[str, float]:
-        """Return the scores of the answers by metric.
-
-        These are the accuracy of a single answer, and of a number Cohen's quadratic kappa, too, if it is defined
-        (of the numbers' places in rising order, as scikit-learn has it); or the mean average precision of the
-        ``top`` labels. ``values`` are float64 [rows, labels].
-        """
-        choices, rows = self.choices(values), np.arange(len(values))[:, None]
-        labels = truth.argmax(axis=1) if truth.ndim == 2 else truth
-        if self.numbers:
-            numbers = np.array(self.numbers)
-            answered, true = numbers[choices[:, 0]], truth[:, 0] if values.shape[1] == 1 else numbers[labels]
-            accuracy = {"accuracy": float((answered == true).mean())}
-            rising = np.unique([*self.numbers, *true])
-            places, true_places = np.searchsorted(rising, answered), np.searchsorted(rising, true)
-            # The squared distance of a true number and another row's answer.
-            by_chance = float(true_places.var() + places.var() + (true_places.mean() - places.mean()) ** 2)
-            distance = float(np.square(true_places - places).mean())
-            return accuracy | ({"quadratic_kappa": 1 - distance / by_chance} if by_chance else {})
-        if activation == "softmax":
-            is_hit, true_counts = choices == labels[:, None], np.ones(len(values))
-        else:
-            is_hit, true_counts = (truth[rows, choices] > 0.5) & (choices >= 0), (truth > 0.5).sum(axis=1)
-        if self.top == 1:
-            return {"accuracy": float(is_hit.mean())}
-        precisions = (is_hit * is_hit.cumsum(axis=1) / np.arange(1, self.top + 1)).sum(axis=1)
-        return {f"map@{self.top}": float((precisions / np.clip(true_counts, 1, self.top)).mean())}
 
 
 def compile_format(source: str) -> PromptTemplate:

@@ -85,10 +85,38 @@ class TableNeeds:
     also: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Column:
+    """Say what a column is read for: ``title`` in messages, and whether the table that is read has it, too.
+
+    ``advice`` is what to do if there is no such column, with a semicolon before it.
+    """
+
+    name: str
+    title: str
+    is_kept: bool = False
+    advice: str = ""
+
+
+def _columns(needs: TableNeeds) -> Iterator[_Column]:
+    """Yield each column for each of its uses, the most important use first."""
+    yield _Column(needs.id_column, "id column")
+    key = "label_columns" if needs.label_column is None else "label_column"
+    advice = f"; for a table without true labels, --set data.{key}=null" if needs.may_lack_truth else ""
+    for name in filter(None, [needs.label_column, *needs.label_columns]):
+        yield _Column(name, "label column", advice=advice)
+    for name in needs.columns:
+        yield _Column(name, "text column", is_kept=True)
+    for name, use in needs.also.items():
+        yield _Column(name, f"column for {use}:", is_kept=True)
+
+
+@dataclass(eq=False, repr=False)
 class InputTable:
     """Hold a table that passed every check; :func:`read_table` makes it.
 
     Attributes:
+        columns: the cells that members read; none after ``forget_columns``.
         ids: shape (rows,), strings (large strings above 2 GB of text), in file order.
         truth: see ``Truth``; None if there is none.
         null_texts: by column, the number of null or empty cells; in a JSON column also of those with an empty list
@@ -98,28 +126,26 @@ class InputTable:
         file_remarks: sentences for the user: odd cells, labels in another spelling, and rows that are left out.
     """
 
-    def __init__(
-        self,
-        columns: pa.Table,
-        ids: pa.ChunkedArray,
-        truth: Truth | None,
-        null_texts: dict[str, int],
-        null_turns: Mapping[str, int] | None = None,
-        file_rows: npt.NDArray[np.int64] | None = None,
-        file_remarks: Sequence[str] = (),
-    ) -> None:
-        self.rows = len(ids)
-        self.ids = ids
-        self.truth = truth
-        self.null_texts = null_texts
-        self.null_turns = null_turns or {}
-        self.file_rows = file_rows
-        self.file_remarks = tuple(file_remarks)
-        self._columns = columns
-        self._text_lengths: dict[str, npt.NDArray[np.int64]] = {}
-        self._digests: dict[tuple[tuple[str, ...], FileCells | None], str] = {}
-        self._row_digests: dict[tuple[tuple[str, ...], FileCells | None, bool], RowDigests] = {}
-        self._file_digests: dict[FileCells, pa.Array] = {}
+    columns: pa.Table
+    ids: pa.ChunkedArray
+    truth: Truth | None
+    null_texts: Mapping[str, int]
+    null_turns: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    file_rows: npt.NDArray[np.int64] | None = None
+    file_remarks: tuple[str, ...] = ()
+    # What is computed once, and not of a table that is made of this one.
+    _text_lengths: dict[str, npt.NDArray[np.int64]] = dataclasses.field(init=False, default_factory=dict)
+    _digests: dict[tuple[tuple[str, ...], FileCells | None], str] = dataclasses.field(
+        init=False, default_factory=dict
+    )
+    _row_digests: dict[tuple[tuple[str, ...], FileCells | None, bool], RowDigests] = dataclasses.field(
+        init=False, default_factory=dict
+    )
+    _file_digests: dict[FileCells, pa.Array] = dataclasses.field(init=False, default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return len(self.ids)
 
     @property
     def remarks(self) -> list[str]:
@@ -141,7 +167,7 @@ class InputTable:
             if name not in self._text_lengths:
                 lengths = [
                     pc.fill_null(pc.binary_length(cell_texts(chunk)), 0).to_numpy().astype(np.int64)
-                    for chunk in self._columns.column(name).chunks
+                    for chunk in self.columns.column(name).chunks
                 ]
                 self._text_lengths[name] = np.concatenate([np.zeros(0, np.int64), *lengths])
         if len(columns) == 1:
@@ -151,12 +177,12 @@ class InputTable:
     @property
     def text_bytes(self) -> npt.NDArray[np.int64]:
         """Return UTF-8 bytes per row of all columns that members read: shape (rows,)."""
-        return self.text_lengths(self._columns.column_names)
+        return self.text_lengths(self.columns.column_names)
 
     @property
     def column_bytes(self) -> int:
         """Return the size of the published table on disk, and in memory until ``forget_columns``."""
-        return int(self._columns.nbytes)
+        return int(self.columns.nbytes)
 
     def digest(self, columns: Sequence[str], files: FileCells | None = None) -> str:
         """Return a digest of the ids and these columns, made once; ``files`` names one, whose files count, too."""
@@ -176,8 +202,8 @@ class InputTable:
         """
         key = (tuple(columns), files, with_ids)
         if key not in self._row_digests:
-            assert self._columns.num_rows == self.rows or not columns
-            table, names = self._columns, list(columns)
+            assert self.columns.num_rows == self.rows or not columns
+            table, names = self.columns, list(columns)
             if files is not None:
                 if files not in self._file_digests:
                     self._file_digests[files] = file_digests(table.column(files.column), files)
@@ -189,16 +215,16 @@ class InputTable:
 
     def look_for_files(self, files: FileCells) -> tuple[int, list[tuple[int, Path | None]]]:
         """Check for some of the files that a column names whether they exist; see ``row_files.look_for_files``."""
-        return look_for_files(self._columns.column(files.column), files)
+        return look_for_files(self.columns.column(files.column), files)
 
     def row_files(self, files: FileCells) -> list[str]:
         """Return the files that a column names, each once, existing or not; call it before ``forget_columns``."""
-        paths = map(files.path, self._columns.column(files.column).unique().to_pylist())
+        paths = map(files.path, self.columns.column(files.column).unique().to_pylist())
         return [str(path) for path in paths if path is not None]
 
     def derived(self, numbers: npt.NDArray[np.int64], ids: pa.ChunkedArray) -> InputTable:
         """Return a table without labels that has this table's rows by number, repeats allowed, with new ids."""
-        return InputTable(self._columns.take(pa.array(numbers)), ids, None, {})
+        return InputTable(self.columns.take(pa.array(numbers)), ids, None, {})
 
     def followed_by(self, other: InputTable, path: Path) -> InputTable:
         """Return a table without labels of these rows and then those of ``other``, in this table's types.
@@ -208,7 +234,7 @@ class InputTable:
         Raises:
             DataError: a cell does not fit the type of its column here.
         """
-        joined = FileRows(np.arange(self.rows), [(path, other._columns)]).joined_to(self._columns)
+        joined = FileRows(np.arange(self.rows), [(path, other.columns)]).joined_to(self.columns)
         ids = pa.chunked_array([*self.ids.chunks, *pc.cast(other.ids, self.ids.type).chunks], self.ids.type)
         nulls = {name: count + other.null_texts.get(name, 0) for name, count in self.null_texts.items()}
         turns = {name: count + other.null_turns.get(name, 0) for name, count in self.null_turns.items()}
@@ -218,17 +244,17 @@ class InputTable:
         self, columns: Sequence[str], numbers: npt.NDArray[np.int64] | None = None
     ) -> Iterator[dict[str, object]]:
         """Return the cells of rows (None: of all) as templates will see them; few are in memory at a time."""
-        table = self._columns.select(columns)
+        table = self.columns.select(columns)
         return _python_rows(table if numbers is None else table.take(pa.array(numbers)))
 
     def texts(self, column: str) -> pa.ChunkedArray:
         """Return the cells of a column as large strings, [rows]; nulls stay."""
-        return column_texts(self._columns.column(column))
+        return column_texts(self.columns.column(column))
 
     def types(self, columns: Collection[str]) -> dict[str, str]:
         """Return in a word what columns hold, by column; names that are no column are left out."""
         types: dict[str, str] = {}
-        for field in self._columns.schema:
+        for field in self.columns.schema:
             if field.name in columns:
                 types[field.name] = "text" if is_text(field.type) else shown_type(field.type)
                 if is_json_field(field):
@@ -238,27 +264,24 @@ class InputTable:
     def only(self, columns: Sequence[str]) -> InputTable:
         """Return the same rows with only these columns."""
         nulls = {name: self.null_texts[name] for name in columns}
-        cells = self._columns.select(columns)
-        return InputTable(
-            cells, self.ids, self.truth, nulls, self.null_turns, self.file_rows, self.file_remarks
-        )
+        return replace(self, columns=self.columns.select(columns), null_texts=nulls)
 
     def forget_columns(self) -> None:
         """Free the columns' memory once they are published; ids, truth and counts stay."""
-        self._columns = self._columns.schema.empty_table()
+        self.columns = self.columns.schema.empty_table()
 
     def head(self, count: int) -> list[dict[str, object]]:
         """Return the first ``count`` rows, each a dict of column to value, as templates will see them."""
-        if not self._columns.num_columns:
+        if not self.columns.num_columns:
             return [{}] * min(count, self.rows)
-        return list(_python_rows(self._columns.slice(0, count)))
+        return list(_python_rows(self.columns.slice(0, count)))
 
     def publish(self, path: Path, with_ids: bool = False) -> None:
         """Write the columns, and with ``with_ids`` the ids, as an Arrow IPC file, ready to be memory-mapped.
 
         The schema's metadata has the number of rows, because a table without columns cannot tell it.
         """
-        columns = self._columns
+        columns = self.columns
         if with_ids:
             ids = pa.field("id", self.ids.type, metadata={b"ensemble": b"ids"})
             columns = pa.table([*columns.columns, self.ids], schema=pa.schema([*columns.schema, ids]))
@@ -275,24 +298,16 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
         DataError: with every problem. A broken structure (see ``formats.read_contents``) is reported alone,
             because later row numbers are not reliable.
     """
-    columns = tuple(dict.fromkeys([*needs.columns, *needs.also]))
-    read_columns = tuple(dict.fromkeys([*columns, *needs.label_columns]))
-    contents = read_contents(path, Wanted(needs.id_column, needs.label_column, read_columns, needs.limit))
+    kept = tuple(dict.fromkeys(column.name for column in _columns(needs) if column.is_kept))
+    read = tuple(dict.fromkeys([*kept, *needs.label_columns]))
+    contents = read_contents(path, Wanted(needs.id_column, needs.label_column, read, needs.limit))
     if contents.rows == 0:
         raise DataError(f"{path}: empty table: there is a header or a schema, but no row")
-    roles = {name: f"column for {use}:" for name, use in needs.also.items()}
-    roles |= dict.fromkeys(needs.columns, "text column") | dict.fromkeys(needs.label_columns, "label column")
-    if needs.label_column is not None:
-        roles[needs.label_column] = "label column"
-    roles[needs.id_column] = "id column"
     names = contents.names
-    readers = needs.read_by
-    label_key = "label_columns" if needs.label_column is None else "label_column"
-    advice = {"label column": f"; for a table without true labels, --set data.{label_key}=null"}
-    advice = advice if needs.may_lack_truth else {}
+    uses = {column.name: column for column in reversed([*_columns(needs)])}
     missing = [
-        missing_column(path, role, name, names, readers.get(name)) + advice.get(role, "")
-        for name, role in roles.items()
+        missing_column(path, column.title, name, names, needs.read_by.get(name)) + column.advice
+        for name, column in uses.items()
         if name not in names
     ]
     problems = [*contents.problems, *missing]
@@ -312,23 +327,25 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
     elif needs.label_columns and not set(needs.label_columns) - set(names):
         truth, label_problems = _probabilities(path, needs, contents, is_labelled)
         problems += label_problems
-    present = [name for name in contents.columns.column_names if name in columns]
+    present = [name for name in contents.columns.column_names if name in kept]
     contents = replace(contents, columns=contents.columns.select(present))
     problems += _type_problems(path, needs, contents)
     null_texts, null_turns, json_problems = _cell_facts(path, needs, contents)
     problems += json_problems
     if problems or contents.ids is None:
         raise DataError(problems)
-    if is_labelled.all():
-        return InputTable(contents.columns, contents.ids, truth, null_texts, null_turns, None, remarks)
-    rows, labelled = np.flatnonzero(is_labelled), pa.array(is_labelled)
-    left_out = plural(contents.rows - len(rows), "row")
-    remarks.append(f"{path}: {left_out} without a label left out, as data.skip_unlabelled says")
-    ids = contents.ids.filter(labelled)
-    contents = replace(contents, columns=contents.columns.filter(labelled), ids=ids)
-    null_texts, null_turns, _ = _cell_facts(path, needs, contents)  # of the rows that are left
-    truth = None if truth is None else truth[rows]
-    return InputTable(contents.columns, ids, truth, null_texts, null_turns, rows, remarks)
+    table = InputTable(contents.columns, contents.ids, truth, null_texts, null_turns)
+    if not is_labelled.all():
+        rows, labelled = np.flatnonzero(is_labelled), pa.array(is_labelled)
+        left_out = plural(contents.rows - len(rows), "row")
+        remarks.append(f"{path}: {left_out} without a label left out, as data.skip_unlabelled says")
+        contents = replace(
+            contents, columns=contents.columns.filter(labelled), ids=contents.ids.filter(labelled)
+        )
+        null_texts, null_turns, _ = _cell_facts(path, needs, contents)  # of the rows that are left
+        truth = None if truth is None else truth[rows]
+        table = InputTable(contents.columns, contents.ids, truth, null_texts, null_turns, rows)
+    return replace(table, file_remarks=tuple(remarks))
 
 
 def row_text(index: int, ids: pa.ChunkedArray | None) -> str:

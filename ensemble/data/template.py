@@ -18,6 +18,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ensemble.common.text import error_text
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell, replace_lone_surrogates, without_nulls
 
+_TRUE, _FALSE = ("true", "1"), ("false", "0", "")
+_ADVICE = "a condition gives true or false, as in {{ a == b }}"
+_SHOWN_CHARACTERS = 60
+
 
 class _Null(str):
     """Stand for a null cell: empty text, for which ``x is none`` is true."""
@@ -99,6 +103,23 @@ def compile_template(source: str) -> PromptTemplate:
         reads_by_number=by_number,
         _template=template,
     )
+
+
+def compile_condition(source: str) -> PromptTemplate:
+    """Compile a condition; raise TemplateProblem as ``compile_template`` does, or if it reads no column."""
+    compiled = compile_template(source)
+    if not compiled.columns:
+        raise TemplateProblem(f"reads no column of the table; {_ADVICE}")
+    return compiled
+
+
+def is_true(text: str) -> bool:
+    """Return whether a condition's text says true; raise TemplateProblem if it says neither true nor false."""
+    word = text.strip().lower()
+    if word in _TRUE or word in _FALSE:
+        return word in _TRUE
+    excerpt = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    raise TemplateProblem(f"gives {excerpt!r}; {_ADVICE}")
 
 
 @lru_cache(maxsize=1)

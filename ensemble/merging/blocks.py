@@ -14,7 +14,7 @@ from ensemble.common.protocol import SUM_TOLERANCE, Activation
 from ensemble.common.text import listed, plural, quoted
 from ensemble.config.values import AnyWeight
 from ensemble.merging.calibration import Calibrator
-from ensemble.merging.methods.base import Block, MergeMethod
+from ensemble.merging.methods.base import Block, MergeMethod, block_spans
 from ensemble.merging.post_process import PostProcess
 from ensemble.merging.scoring import CascadeScoring, Scoring
 
@@ -120,12 +120,6 @@ class RowCheck:
             raise MergeError(f"{self._source}: {where}; {self._advice}")
 
 
-# The size of a block: large enough that Python takes little of the time, small enough for a core's cache.
-_MAX_ROWS = 32_768
-_MIN_ROWS = 256
-_CELLS = 131_072
-
-
 @dataclass(frozen=True)
 class Without:
     """Merge without a member: ``method`` computes it, ``scoring`` compares it with the merge of all."""
@@ -161,12 +155,6 @@ class MergedMember:
             values = values.copy(order="K")
             post.merged(start, values, exclusive)
             self.ruled.add(start, values)
-
-
-def block_spans(rows: int, labels: int) -> list[tuple[int, int]]:
-    """Return where the blocks of a table start and stop."""
-    step = max(_MIN_ROWS, min(_MAX_ROWS, _CELLS // labels))
-    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def merge_blocks(

@@ -22,7 +22,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,17 +32,13 @@ from ensemble.common.text import did_you_mean, listed, plural, quoted
 from ensemble.config.schema import RuleConfig
 from ensemble.data.ids import places_among
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
-from ensemble.data.table import InputTable, TableNeeds, read_table, row_text
-from ensemble.data.template import PromptTemplate, compile_template
+from ensemble.data.table import InputTable, TableNeeds, Truth, read_table, row_text
+from ensemble.data.template import PromptTemplate, is_true
 from ensemble.merging.calibration import Calibrator
 from ensemble.merging.methods.base import MergeMethod, Values
-from ensemble.merging.scoring import Truth
+from ensemble.merging.metrics import Flags
 
-# Bool [rows, labels], or [rows].
-Flags: TypeAlias = npt.NDArray[np.bool_]
-_TRUE, _FALSE = ("true", "1"), ("false", "0", "")
-_ADVICE = "a condition gives true or false, as in {{ a == b }}"
-_SHOWN_ROWS, _SHOWN_CHARACTERS = 3, 60
+_SHOWN_ROWS = 3
 
 
 class AllowedLabels:
@@ -65,7 +60,7 @@ class AllowedLabels:
         return AllowedLabels(self.flags[rows], self.source)
 
     def impossible_truths(self, truth: Truth) -> npt.NDArray[np.int64]:
-        """Return the rows for which a true label is none of the possible ones; for ``truth`` see ``Scoring``."""
+        """Return the rows for which a true label is none of the possible ones; see ``LabelledRows``."""
         if truth.ndim == 1:
             return np.flatnonzero(~self.flags[np.arange(len(truth)), truth.astype(np.int64)])
         return np.flatnonzero(((truth > 0) & ~self.flags).any(axis=1))
@@ -283,14 +278,6 @@ def _refuse(where: str, rows: Sequence[str], advice: str) -> None:
         )
 
 
-def compile_condition(source: str) -> PromptTemplate:
-    """Compile a condition; raise TemplateProblem as ``compile_template`` does, or if it reads no column."""
-    compiled = compile_template(source)
-    if not compiled.columns:
-        raise TemplateProblem(f"reads no column of the table; {_ADVICE}")
-    return compiled
-
-
 def rows_that_meet(table: InputTable, condition: PromptTemplate) -> Flags:
     """Return for which rows the condition is true, bool [rows].
 
@@ -300,15 +287,7 @@ def rows_that_meet(table: InputTable, condition: PromptTemplate) -> Flags:
     is_met = np.zeros(table.rows, dtype=np.bool_)
     for row, cells in enumerate(table.python_rows(condition.columns)):
         try:
-            is_met[row] = _as_bool(condition.render(cells))
+            is_met[row] = is_true(condition.render(cells))
         except TemplateProblem as problem:
             raise DataError(f"{row_text(row, table.ids)}: {problem}") from None
     return is_met
-
-
-def _as_bool(text: str) -> bool:
-    word = text.strip().lower()
-    if word in _TRUE or word in _FALSE:
-        return word in _TRUE
-    excerpt = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
-    raise TemplateProblem(f"gives {excerpt!r}; {_ADVICE}")

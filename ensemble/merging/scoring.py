@@ -1,28 +1,26 @@
-"""Score values whose truth is known, with 95 % bootstrap intervals, in NumPy alone so that a run can use it.
+"""Score values whose truth is known, with 95 % bootstrap intervals and paired differences, for runs and analyses.
 
-``analysis/metrics.py`` has the metrics by name and uses the same resamples.
+A value and its thousand resamples come from the same sums over rows (``metrics.py``), so that a million rows take a
+second.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.common.protocol import Activation
-from ensemble.merging.calibration import EPSILON
+from ensemble.merging.methods.base import Values
+from ensemble.merging.metrics import METRICS, LabelledRows, Metric, Rows, row_losses
 
 LEVEL: Final = 0.95
 # More rows than these are resampled in groups.
 MAX_GROUPS: Final = 8_192
 # Nats; rows that are all alike may seem to be so far from their own mean.
 _ROUNDING = 1e-9
-
-Values: TypeAlias = npt.NDArray[np.float64]
-Truth: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -101,6 +99,70 @@ class Resamples:
 
 
 @dataclass(frozen=True)
+class Scored:
+    """Hold a metric of all rows and of each resample; a biased one has an interval only in a difference.
+
+    ``folds`` is the number of folds of which it is the mean; None: it is of all rows at once.
+    """
+
+    value: float
+    replicates: Values
+    resamples: Resamples
+    is_biased: bool = False
+    folds: int | None = None
+
+    @property
+    def interval(self) -> Interval:
+        if self.is_biased:
+            return Interval(self.value, np.nan, np.nan)
+        return self.resamples.interval(self.value, self.replicates)
+
+    def minus(self, other: Scored) -> Interval:
+        """Return how much this value is above another one of the same rows."""
+        return self.resamples.interval(self.value - other.value, self.replicates - other.replicates)
+
+
+class Bootstrap:
+    """Score predictions of the same rows on the same resamples, so that differences are paired.
+
+    ``seed`` is that of the resamples. Where folds count, see ``Metric.value``, rows are resampled within folds.
+    """
+
+    def __init__(self, known: LabelledRows, seed: int = 0) -> None:
+        self._known = known
+        self._resamples = Resamples(len(known), seed)
+        self._parts: list[tuple[npt.NDArray[np.int64], Bootstrap]] = []
+
+    def score(self, metric: Metric, values: Values) -> Scored:
+        """Return a metric of float64 [rows, labels] with its resamples; raises what ``Metric.value`` raises."""
+        if metric.kind == "ranks" and self._known.folds is not None:
+            return self._score_by_fold(metric, values)
+        rows = Rows(self._known, values)
+        by_group = metric.sums(rows, self._resamples.by_group)
+        value = metric.of_all(rows, by_group.sum(axis=0))
+        resampled = self._resamples.sums(np.column_stack([by_group, self._resamples.sizes]))
+        with np.errstate(invalid="ignore", divide="ignore"):  # resamples in which it is not defined
+            replicates = metric.of_sums(resampled[:, :-1], resampled[:, -1], rows.is_exclusive)
+        return Scored(value, replicates, self._resamples, is_biased=metric.kind == "bins")
+
+    def _score_by_fold(self, metric: Metric, values: Values) -> Scored:
+        if not self._parts:
+            parts = metric.folds_to_score(self._known, values)
+            self._parts = [(rows, Bootstrap(part, seed)) for seed, (rows, part) in enumerate(parts)]
+        scores = [bootstrap.score(metric, values[rows]) for rows, bootstrap in self._parts]
+        value = float(np.mean([score.value for score in scores]))
+        replicates = np.mean([score.replicates for score in scores], axis=0)
+        return replace(scores[0], value=value, replicates=replicates, folds=len(scores))
+
+    def of_common_rows(self, *values: Values) -> tuple[Bootstrap, list[Values]]:
+        """Return the values without rows in which any of them is NaN, and what scores these rows."""
+        is_common = ~np.any([np.isnan(part).any(axis=1) for part in values], axis=0)
+        if is_common.all():
+            return self, [*values]
+        return Bootstrap(self._known.taken(is_common)), [part[is_common] for part in values]
+
+
+@dataclass(frozen=True)
 class Score:
     """Hold the score of a member, or of the ensemble, over ``rows``; None for metrics that such values do not have.
 
@@ -152,70 +214,63 @@ class Scoring:
     """Add up log loss and accuracy of probabilities, or errors of regression, block by block.
 
     Args:
-        truth: label numbers, int64 [rows], of exclusive labels; or float64 [rows, labels]: of these probabilities
-            that sum to 1, of others probabilities, of regression any numbers.
-        activation: what the values are; "none" is regression.
         resamples: of the rows, shared by all scorings that are compared.
         has_loss: False for values that are no probabilities; they have an accuracy at most.
-        possible: which labels are possible in each row, bool [rows, labels]; None: all.
     """
 
-    def __init__(
-        self,
-        truth: Truth,
-        activation: Activation = "softmax",
-        resamples: Resamples | None = None,
-        has_loss: bool = True,
-        possible: npt.NDArray[np.bool_] | None = None,
-    ) -> None:
-        self._truth = truth
-        self._activation = activation
-        self._resamples = resamples or Resamples(len(truth))
+    def __init__(self, known: LabelledRows, resamples: Resamples, has_loss: bool = True) -> None:
+        self._known = known
+        self._resamples = resamples
         self._has_loss = has_loss
-        self._possible = possible
-        self._hits = 0
-        self._squares = np.zeros(truth.shape[-1])  # of errors, [labels]
-        self._losses = np.zeros((len(self._resamples.sizes), 1))
+        self._loss = METRICS["rmse" if known.activation == "none" else "log_loss"]
+        self._hits = 0.0
+        # What the loss sums, by group: [groups, 1], or of errors [groups, labels].
+        self._sums = np.zeros(
+            (len(resamples.sizes), known.truth.shape[1] if known.activation == "none" else 1)
+        )
 
     def add(self, start: int, values: Values) -> None:
         """Add the rows from ``start`` on, float64 [rows, labels]."""
-        rows = slice(start, start + len(values))
-        truth = self._truth[rows]
-        if self._activation == "softmax":
-            self._hits += int(hits(truth, values).sum())
+        span = slice(start, start + len(values))
+        rows = Rows(self._known.taken(span), values)
+        if rows.is_exclusive:
+            self._hits += float(METRICS["accuracy"].statistics(rows).sum())
         if self._has_loss:
-            losses = row_losses(truth, values, self._activation)
-            self._losses += self._resamples.by_group(rows, losses[:, None])
-        if self._activation == "none":
-            self._squares += np.square(values - truth).sum(axis=0)
+            self._sums += self._resamples.by_group(span, self._loss.statistics(rows))
 
     @property
     def loss(self) -> float:
-        """Return the sum of all losses."""
+        """Return the sum of all rows' losses, of several errors in a row their mean."""
         return float(self._losses.sum())
+
+    @property
+    def _losses(self) -> Values:
+        """Return the sums of the losses, [groups]."""
+        return np.asarray(self._sums.mean(axis=1))
 
     def score(self) -> Score | None:
         """Return the score of all rows, once each was added; None if such values have none."""
-        rows = len(self._truth)
-        accuracy = self._hits / rows if self._activation == "softmax" else None
+        rows, known = len(self._known), self._known
+        accuracy = self._hits / rows if known.activation == "softmax" else None
         score = Score(None, accuracy, rows, prior_log_loss=None, no_better_than_prior=False)
         if not self._has_loss:
             return None if accuracy is None else score
-        if self._activation == "none":
-            return replace(score, rmse=float(np.sqrt(self._squares / rows).mean()))
-        prior_losses = self._prior_losses()
+        loss = float(self._loss.of_sums(self._sums.sum(axis=0), np.array(float(rows)), accuracy is not None))
+        if known.activation == "none":
+            return replace(score, rmse=loss)
+        prior_losses = _prior_losses(known)
         prior = float(prior_losses.mean())
         by_group = self._resamples.by_group(slice(None), prior_losses[:, None])
-        above_prior = self._resamples.mean((self._losses - by_group)[:, 0])
+        above_prior = self._resamples.mean(self._losses - by_group[:, 0])
         # The truth's own loss is above 0 where it is probabilities.
-        least = 0.0
-        if self._truth.ndim > 1:
-            least = float(row_losses(self._truth, self._truth.astype(np.float64), self._activation).mean())
+        least = (
+            float(row_losses(known, known.truth.astype(np.float64)).mean()) if known.truth.ndim > 1 else 0.0
+        )
         # One per cent of what can be gained over the prior counts as no gain.
         is_no_better = prior - least > _ROUNDING and above_prior.low > (least - prior) * 0.01
         return replace(
             score,
-            log_loss=self.loss / rows,
+            log_loss=loss,
             prior_log_loss=prior,
             no_better_than_prior=is_no_better,
             above_prior=above_prior,
@@ -223,72 +278,67 @@ class Scoring:
 
     def gain_over(self, member: Scoring, name: str) -> Gain:
         """Return how much less the loss is than a member's on the same rows."""
-        gain = self._resamples.mean((member._losses - self._losses)[:, 0])
+        gain = self._resamples.mean(member._losses - self._losses)
         has_interval = not np.isnan(gain.low)
         return Gain(
             best_member=name,
             gain=gain.value,
             low=gain.low if has_interval else None,
             high=gain.high if has_interval else None,
-            rows=len(self._truth),
-            of="squared error" if self._activation == "none" else "log loss",
+            rows=len(self._known),
+            of="squared error" if self._known.activation == "none" else "log loss",
         )
 
-    def _prior_losses(self) -> Values:
-        """Return the losses of always predicting the labels' frequencies, [rows].
 
-        Labels that are not possible in every row are weighed by how often they occur against how often even odds
-        among a row's possible labels would give them: the first step of Hunter's "MM algorithms for generalized
-        Bradley-Terry models" (2004), which is exact where all labels are equally likely. Where a true label is
-        impossible, all labels of the row count as possible.
-        """
-        truth = self._truth
-        possible = np.ones((1, truth.shape[1] if truth.ndim == 2 else int(truth.max()) + 1), np.bool_)
-        if self._possible is not None:
-            possible = self._possible
-            is_true = truth > 0 if truth.ndim == 2 else truth[:, None] == np.arange(possible.shape[1])
-            possible = possible | (is_true & ~possible).any(axis=1, keepdims=True)
-        counts = truth.sum(axis=0)
-        if truth.ndim == 1:
-            counts = np.bincount(truth.astype(np.int64), minlength=possible.shape[1])
-        if self._activation == "sigmoid":
-            rows_of_labels = np.maximum(1, possible.mean(axis=0) * len(truth))
-            return row_losses(truth, possible * (counts / rows_of_labels), "sigmoid")
-        even_counts = (possible.shape[1] / possible.sum(axis=1)) @ possible
-        shares = counts / np.where(even_counts > 0, even_counts, np.inf)
-        losses = -np.log(np.where(shares > 0, shares, 1 / len(truth)))
-        of_rows = losses[truth.astype(np.int64)] if truth.ndim == 1 else truth @ losses
-        return np.asarray(of_rows + np.log(possible @ shares))
+def _prior_losses(known: LabelledRows) -> Values:
+    """Return the losses of always predicting the labels' frequencies, [rows].
+
+    Labels that are not possible in every row are weighed by how often they occur against how often even odds
+    among a row's possible labels would give them: the first step of Hunter's "MM algorithms for generalized
+    Bradley-Terry models" (2004), which is exact where all labels are equally likely. Where a true label is
+    impossible, all labels of the row count as possible.
+    """
+    truth = known.truth
+    possible = np.ones((1, truth.shape[1] if truth.ndim == 2 else int(truth.max()) + 1), np.bool_)
+    if known.possible is not None:
+        possible = known.possible
+        is_true = truth > 0 if truth.ndim == 2 else truth[:, None] == np.arange(possible.shape[1])
+        possible = possible | (is_true & ~possible).any(axis=1, keepdims=True)
+    counts = truth.sum(axis=0)
+    if truth.ndim == 1:
+        counts = np.bincount(truth.astype(np.int64), minlength=possible.shape[1])
+    if known.activation == "sigmoid":
+        rows_of_labels = np.maximum(1, possible.mean(axis=0) * len(truth))
+        return row_losses(known, possible * (counts / rows_of_labels))
+    even_counts = (possible.shape[1] / possible.sum(axis=1)) @ possible
+    shares = counts / np.where(even_counts > 0, even_counts, np.inf)
+    losses = -np.log(np.where(shares > 0, shares, 1 / len(truth)))
+    losses_of_rows = losses[truth.astype(np.int64)] if truth.ndim == 1 else truth @ losses
+    return np.asarray(losses_of_rows + np.log(possible @ shares))
 
 
 class CascadeScoring:
-    """Add up a ``CascadeComparison`` of probabilities block by block; arguments are as for ``Scoring``."""
+    """Add up a ``CascadeComparison`` of probabilities block by block."""
 
-    def __init__(self, truth: Truth, activation: Activation, resamples: Resamples) -> None:
-        self._truth = truth
-        self._activation = activation
+    def __init__(self, known: LabelledRows, resamples: Resamples) -> None:
+        self._known = known
         self._resamples = resamples
         # Rows, losses with and without the member, hits with and without it.
         self._sums = np.zeros((len(resamples.sizes), 5))
 
     def add(self, rows: npt.NDArray[np.int64], values: Values, without: Values) -> None:
         """Add rows of the table with what the ensemble gives to them, float64 [n, labels] each."""
-        truth = self._truth[rows]
-        columns = [
-            np.ones(len(rows)),
-            row_losses(truth, values, self._activation),
-            row_losses(truth, without, self._activation),
-            hits(truth, values),
-            hits(truth, without),
-        ]
-        self._sums += self._resamples.by_group(rows, np.column_stack(columns))
+        known = self._known.taken(rows)
+        scored = [Rows(known, values), Rows(known, without)]
+        columns = [METRICS[name].statistics(side) for name in ("log_loss", "accuracy") for side in scored]
+        self._sums += self._resamples.by_group(rows, np.hstack([np.ones((len(rows), 1)), *columns]))
 
     def result(self) -> CascadeComparison | None:
         """Return the comparison, or None if there were no rows."""
         rows, loss, loss_without, right, right_without = self._sums.sum(axis=0).tolist()
         if not rows:
             return None
-        is_exclusive = self._activation == "softmax"
+        is_exclusive = self._known.activation == "softmax"
         differences = self._sums[:, 1] - self._sums[:, 2]
         return CascadeComparison(
             rows=int(rows),
@@ -299,31 +349,3 @@ class CascadeScoring:
             difference=self._resamples.mean(differences, self._sums[:, 0]),
             difference_over_all=self._resamples.mean(differences),
         )
-
-
-def hits(truth: Truth, values: Values) -> npt.NDArray[np.bool_]:
-    """Return whether the likeliest label is the true one, [rows]; of equal ones the first counts."""
-    labels = truth if truth.ndim == 1 else truth.argmax(axis=1)
-    return np.asarray(values.argmax(axis=1) == labels)
-
-
-def row_losses(truth: Truth, values: Values, activation: Activation = "softmax") -> Values:
-    """Return the log loss of each row in nats, [rows], or in regression the mean of squared errors.
-
-    Exclusive labels: -ln p(true label) of rows scaled to sum to 1, with p clipped to float64's epsilon as
-    scikit-learn does; with probabilities as truth the cross-entropy, -sum(truth * ln p). Others: the mean over
-    labels of -truth * ln p - (1 - truth) * ln(1 - p).
-
-    The truth is label numbers (exclusive labels), or like the values float64 [rows, labels].
-    """
-    if activation == "none":
-        return np.asarray(np.square(values - truth).mean(axis=1))
-    if activation == "sigmoid":
-        yes = np.clip(values, EPSILON, 1 - EPSILON)
-        return np.asarray(-(truth * np.log(yes) + (1 - truth) * np.log1p(-yes)).mean(axis=1))
-    sums = values.sum(axis=1)
-    if truth.ndim == 1:
-        chosen = values[np.arange(len(truth)), truth.astype(np.int64)]
-        return np.asarray(-np.log(np.clip(chosen / sums, EPSILON, 1 - EPSILON)))
-    shares = np.clip(values / sums[:, None], EPSILON, 1 - EPSILON)
-    return np.asarray(-(truth * np.log(shares)).sum(axis=1))

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ensemble.common.errors import DataError
-from ensemble.config import MemberConfig
+from ensemble.common.protocol import Activation
+from ensemble.config import DataConfig, MemberConfig
 from ensemble.data.json_cells import TemplateProblem, choice_rows
 from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable, TableNeeds
@@ -140,6 +141,21 @@ def member_files(models: Iterable[Model], folder: Path) -> dict[str, FileCells]:
         for name, cells in files.items()
         if cells is not None
     }
+
+
+def needs_of(
+    data: DataConfig, labels: tuple[str, ...], truth_as: Activation, limit: int | None = None
+) -> TableNeeds:
+    """Return what is needed of a table with the true labels that a config names; for ``truth_as`` see there."""
+    return TableNeeds(
+        id_column=data.id_column,
+        label_column=data.label_column,
+        label_columns=data.truth_columns(labels),
+        labels=labels,
+        limit=limit,
+        truth_as=truth_as,
+        skip_unlabelled=data.skip_unlabelled,
+    )
 
 
 def with_columns(needs: TableNeeds, views: Sequence[MemberView]) -> TableNeeds:

@@ -30,20 +30,20 @@ from ensemble.data.predictions_csv import PredictionFile
 from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample, read_sample
 from ensemble.data.table import InputTable, TableNeeds, read_table, row_text
-from ensemble.data.template import PromptTemplate
+from ensemble.data.template import PromptTemplate, compile_condition
 from ensemble.jobs.job import Model, by_member, compile_models
 from ensemble.jobs.when import ExpectedShare
 from ensemble.members.base import ExternalPredictions, Inspection, MemberKind, OutputColumns
 from ensemble.members.questions import ask
 from ensemble.members.registry import kind_for_checks
-from ensemble.merging.blocks import RowCheck, block_spans
+from ensemble.merging.blocks import RowCheck
+from ensemble.merging.methods.base import block_spans
 from ensemble.merging.post_process import (
     AllowedLabels,
     PostProcess,
     RowRules,
     allowed_by_key,
     allowed_in_column,
-    compile_condition,
     rows_that_meet,
 )
 from ensemble.pipeline.checks import (
@@ -65,6 +65,7 @@ from ensemble.pipeline.member_views import (
     member_columns,
     member_files,
     member_views,
+    needs_of,
     with_columns,
 )
 from ensemble.pipeline.prepared import Prepared, merged_activation
@@ -317,16 +318,8 @@ def _read_allowed_labels(config: RunConfig, table: InputTable) -> AllowedLabels:
 
 
 def _table_needs(config: RunConfig, members: _Members) -> TableNeeds:
-    needs = TableNeeds(
-        id_column=config.data.id_column,
-        label_column=config.data.label_column,
-        label_columns=config.data.truth_columns(config.labels),
-        labels=config.labels,
-        limit=config.limit,
-        truth_as=merged_activation(members.inspected),
-        skip_unlabelled=config.data.skip_unlabelled,
-    )
-    return with_columns(needs, members.views)
+    truth_as = merged_activation(members.inspected)
+    return with_columns(needs_of(config.data, config.labels, truth_as, config.limit), members.views)
 
 
 def _read_sample(

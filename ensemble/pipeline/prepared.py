@@ -22,6 +22,7 @@ from ensemble.jobs.job import Job, Model, by_member, member_of
 from ensemble.jobs.when import ExpectedShare
 from ensemble.members.base import Inspection
 from ensemble.members.registry import kind_for_checks
+from ensemble.merging.metrics import LabelledRows
 from ensemble.merging.post_process import PostProcess
 from ensemble.planning.plan import ModelPlan, Plan
 from ensemble.scheduling.launchers.base import Launcher, Node
@@ -88,6 +89,13 @@ class Prepared:
         if truth is not None and truth.ndim == 1 and self.activation != "softmax":
             return None
         return truth
+
+    @property
+    def labelled(self) -> LabelledRows | None:
+        """Return what is known of the rows to score the merged values by; None if they cannot be scored."""
+        if self.truth is None:
+            return None
+        return LabelledRows(self.truth, self.activation, self.post.possible, folds=None)
 
     @property
     def activation(self) -> Activation:

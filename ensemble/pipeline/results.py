@@ -29,10 +29,11 @@ from ensemble.data.submission import Sample
 from ensemble.jobs.job import Model, jobs_of
 from ensemble.jobs.work import Computation, Work, values_of, write_manifest
 from ensemble.members.base import OutputColumns
-from ensemble.merging.blocks import MergedMember, RowCheck, Without, block_spans, mean_of_jobs, merge_blocks
+from ensemble.merging.blocks import MergedMember, RowCheck, Without, mean_of_jobs, merge_blocks
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
-from ensemble.merging.methods.base import Members
+from ensemble.merging.methods.base import Members, block_spans
+from ensemble.merging.metrics import answer_scores
 from ensemble.merging.post_process import RowRules
 from ensemble.merging.scoring import CascadeScoring, Gain, Resamples, Scoring
 from ensemble.pipeline.prepare import given_predictions
@@ -176,9 +177,9 @@ class ResultWriter:
             for start, stop in block_spans(*all_values.shape):
                 scoring.add(start, all_values[start:stop])
         self._write(all_values)
-        if prepared.sample is not None and prepared.truth is not None:
+        if prepared.sample is not None and prepared.labelled is not None:
             for column, answer in prepared.sample.answers.items():
-                results.answers[column] = answer.scores(prepared.truth, all_values, prepared.activation)
+                results.answers[column] = answer_scores(answer, prepared.labelled, all_values)
         for member in merged:
             results.merged_rows[member.name] = member.check.reached
             if member.scoring is None or member.check.reached != prepared.table.rows:
@@ -243,14 +244,12 @@ class ResultWriter:
         return fitted
 
     def _scoring(self, has_loss: bool = True) -> Scoring | None:
-        truth, possible = self._prepared.truth, self._prepared.post.possible
-        if truth is None:
-            return None
-        return Scoring(truth, self._prepared.activation, self._resamples, has_loss, possible)
+        known = self._prepared.labelled
+        return None if known is None else Scoring(known, self._resamples, has_loss)
 
     def _merge_into(self, all_values: _Values, members: Sequence[MemberConfig]) -> Sequence[MergedMember]:
         """Merge members into ``all_values``, [rows, labels], NaN where no member has a row, and return them."""
-        table, config, truth = self._prepared.table, self._config, self._prepared.truth
+        table, config, known = self._prepared.table, self._config, self._prepared.labelled
         names = tuple(member.name for member in members)
         activations = tuple(self._prepared.inspected[name].activation for name in names)
         merged: list[MergedMember] = []
@@ -276,10 +275,10 @@ class ResultWriter:
         without = {
             number: Without(
                 merge_method(config.ensemble, facts),
-                CascadeScoring(truth, self._prepared.activation, self._resamples),
+                CascadeScoring(known, self._resamples),
             )
             for number, name in enumerate(names)
-            if truth is not None
+            if known is not None
             and method.gives_probabilities
             and self._selections.rows_of_member(name) is not None
         }

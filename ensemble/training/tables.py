@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,12 +20,13 @@ from ensemble.config.schema import MAX_FOLDS, DataConfig, FoldsConfig
 from ensemble.data.formats import column_names, read_contents
 from ensemble.data.input_file import Wanted
 from ensemble.data.predictions_csv import guessed_id_column, read_predictions
-from ensemble.data.table import DistinctCells, InputTable, TableNeeds, distinct_cells, read_table
+from ensemble.data.table import DistinctCells, InputTable, distinct_cells, read_table
 from ensemble.data.trained_rows import IN_ALL_FOLDS
 from ensemble.merging.blocks import RowCheck
 from ensemble.pipeline.checks import Problems
 from ensemble.pipeline.member_views import (
     MemberView,
+    needs_of,
     with_columns,
 )
 
@@ -103,16 +104,11 @@ def read_labelled_table(
     Raises:
         DataError: with every problem of the table, or of the file of probabilities.
     """
-    needs = TableNeeds(
-        id_column=data.id_column,
-        label_column=data.label_column,
-        label_columns=data.truth_columns(config.labels),
-        labels=config.labels,
-        truth_as=activation,
+    needs = replace(
+        needs_of(data, config.labels, activation),
         unequal_sums="; set problem_type: multi_label_classification if several labels can be true at once, or "
         "regression for numbers",
         may_lack_truth=False,
-        skip_unlabelled=data.skip_unlabelled,
         also=also or {},
     )
     table = read_table(data.path, with_columns(needs, views))

@@ -17,6 +17,7 @@ from ensemble.analysis.weights import (
 )
 from ensemble.config import CalibrationConfig
 from ensemble.merging.calibration import EPSILON, calibrator
+from tests.labelled import labelled
 
 ROWS, LABELS = 800, 4
 KINDS = ("softmax", "sigmoid")
@@ -63,7 +64,7 @@ def log_loss(values: Any, truth: Any, kind: str, scale: Any, bias: Any) -> float
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_temperature_is_the_one_of_least_log_loss(kind: Any, is_soft: bool) -> None:
     values, truth = sample(kind, is_soft)
-    result = fit_temperature(values, truth, kind)
+    result = fit_temperature(values, labelled(truth, kind))
     best = minimize(
         lambda x: log_loss(values, truth, kind, np.exp(x[0]), 0), [0.0], method="Nelder-Mead",
         options={"xatol": 1e-10, "fatol": 1e-14},
@@ -85,7 +86,7 @@ def test_scale_and_bias_are_those_of_least_log_loss(kind: Any, is_soft: bool) ->
         prior = float(np.square(x - start).sum()) / (2 * ROWS)
         return log_loss(values, truth, kind, x[:LABELS], x[LABELS:]) + prior
 
-    fitted = fit_vector_scaling(values, truth, kind)
+    fitted = fit_vector_scaling(values, labelled(truth, kind))
     best = minimize(loss, start, method="BFGS", options={"gtol": 1e-9})
     together = np.concatenate(fitted)
     assert loss(together) <= best.fun + 1e-9
@@ -97,30 +98,30 @@ def test_scale_and_bias_are_those_of_least_log_loss(kind: Any, is_soft: bool) ->
 def test_a_member_that_knows_nothing_is_left_as_it_is() -> None:
     _, truth = sample("softmax")
     alike = np.full((ROWS, LABELS), 1 / LABELS)
-    assert fit_temperature(alike, truth, "softmax") == 1
-    fitted = fit_vector_scaling(alike, truth, "softmax")  # the biases are the labels' frequencies
+    assert fit_temperature(alike, labelled(truth, "softmax")) == 1
+    fitted = fit_vector_scaling(alike, labelled(truth, "softmax"))  # the biases are the labels' frequencies
     shares = np.bincount(truth) / ROWS
     np.testing.assert_allclose(scaled(alike, fitted, "softmax")[0], shares, atol=2e-3)
 
 
 def test_temperatures_end_where_a_member_is_always_right_or_worse_than_chance() -> None:
     values, _ = sample("softmax")
-    assert fit_temperature(values, values.argmax(axis=1), "softmax") == MIN_TEMPERATURE
-    assert fit_temperature(values, values.argmin(axis=1), "softmax") == MAX_TEMPERATURE
+    assert fit_temperature(values, labelled(values.argmax(axis=1), "softmax")) == MIN_TEMPERATURE
+    assert fit_temperature(values, labelled(values.argmin(axis=1), "softmax")) == MAX_TEMPERATURE
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_certainty_that_is_wrong_costs_a_bounded_loss(kind: Any) -> None:
     values, truth = sample(kind)
     sure = np.eye(LABELS)[values.argmax(axis=1)]  # 0 and 1, often wrong
-    temperature = fit_temperature(sure, truth, kind)
+    temperature = fit_temperature(sure, labelled(truth, kind))
     assert 5 < temperature < MAX_TEMPERATURE
-    assert np.isfinite(fit_vector_scaling(sure, truth, kind)[0]).all()
+    assert np.isfinite(fit_vector_scaling(sure, labelled(truth, kind))[0]).all()
     assert calibrated(sure, CalibrationConfig(temperature=temperature), kind).min() > EPSILON
 
 
 def test_a_label_that_no_row_has_gets_a_bias_that_is_a_number() -> None:
     values, truth = sample("softmax")
-    fitted = fit_vector_scaling(values, np.where(truth == 2, 1, truth), "softmax")
+    fitted = fit_vector_scaling(values, labelled(np.where(truth == 2, 1, truth), "softmax"))
     assert -20 < fitted[1][2] < -2
     assert scaled(values, (np.ones(LABELS), np.zeros(LABELS)), "softmax") == pytest.approx(values)

@@ -24,8 +24,9 @@ from ensemble.analysis.weights_file import verdicts
 from ensemble.cli.analyses import fit as view
 from ensemble.common.errors import ConfigError, EnsembleError
 from ensemble.config.schema import RuleConfig
+from ensemble.merging.metrics import row_losses
 from ensemble.merging.post_process import AllowedLabels, PostProcess, RowRules
-from ensemble.merging.scoring import Interval, row_losses
+from ensemble.merging.scoring import Interval
 from tests.sampling import one_in
 
 ROWS = 1_500
@@ -396,7 +397,7 @@ def test_weights_are_best_for_what_rules_leave_of_the_merge(pool: Pool) -> None:
         merged = blend.merge([*ruled.members.values()])
         assert ruled.post.rules is not None
         ruled.post.rules.apply(0, merged, True)
-        return float(row_losses(np.asarray(ruled.truth), merged)[~is_set].mean())
+        return float(row_losses(ruled.labelled, merged)[~is_set].mean())
 
     (weight, _) = weights_of(report)
     best = min(map(loss, np.linspace(0, 1, 201)))

@@ -14,11 +14,11 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from bench.fit_halves import AUTO, BEST, EQUAL, held_out_halves, is_worse
 from ensemble.analysis.fit import Candidate, FitReport, Options, fit, fit_sample, folds
-from ensemble.analysis.metrics import find_metric
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.weights_file import verdicts
 from ensemble.cli.analyses import fit as view
 from ensemble.common.errors import ConfigError, DataError
+from ensemble.merging.metrics import find_metric
 from ensemble.merging.post_process import AllowedLabels, PostProcess
 from tests.analysis.test_fit import (
     conditional,

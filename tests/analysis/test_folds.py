@@ -12,10 +12,10 @@ from scipy.special import expit
 from sklearn.metrics import roc_auc_score
 
 import ensemble
-from ensemble.analysis.metrics import METRICS
 from ensemble.analysis.report.base import ReportData
 from ensemble.analysis.report.results import Scores
 from ensemble.common.errors import ConfigError, DataError, OutputError
+from ensemble.merging.metrics import METRICS
 
 ROWS = 900
 UNKNOWN = "--folds-from (a table with columns id and fold)"

@@ -15,6 +15,7 @@ import ensemble
 from ensemble.analysis.fit import folds
 from ensemble.analysis.weights import answered, fit_thresholds
 from ensemble.data.answers import numbers_of
+from tests.labelled import labelled
 from tests.project import Project
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -41,7 +42,7 @@ def kappa(truth: np.ndarray, means: np.ndarray, thresholds: tuple[float, ...]) -
 @pytest.mark.long
 def test_no_thresholds_of_a_grid_are_better() -> None:
     values, truth = essays(300, 3)
-    answer = fit_thresholds(values, truth, (0.0, 1.0, 2.0), seed=0)
+    answer = fit_thresholds(values, labelled(truth), (0.0, 1.0, 2.0), seed=0)
     means = values @ np.arange(3)
     best = max(kappa(truth, means, pair) for pair in combinations(np.linspace(0.1, 1.9, 46).tolist(), 2))
     fitted = kappa(truth, means, answer.thresholds)
@@ -63,8 +64,8 @@ def test_thresholds_are_those_of_rising_labels_whatever_their_order_is() -> None
     in_text_order = sorted(labels)
     columns = [labels.index(label) for label in in_text_order]
     places = np.argsort(columns)
-    rising = fit_thresholds(values, truth, numbers_of(labels), seed=0)
-    other = fit_thresholds(values[:, columns], places[truth], numbers_of(in_text_order), seed=0)
+    rising = fit_thresholds(values, labelled(truth), numbers_of(labels), seed=0)
+    other = fit_thresholds(values[:, columns], labelled(places[truth]), numbers_of(in_text_order), seed=0)
     np.testing.assert_allclose(other.thresholds, rising.thresholds, atol=1e-6)
     answers = answered(rising, values)[:, columns]
     np.testing.assert_array_equal(answered(other, values[:, columns]), answers)
@@ -155,12 +156,12 @@ def test_the_score_is_of_rows_that_the_thresholds_were_not_fitted_to(scored: Pro
     truth = pd.read_csv(scored.folder / "train.csv")["label"].to_numpy() - 1
     answers, fold_of = np.empty(ROWS, np.int64), folds(truth, 5, 0)
     for fold in range(5):
-        answer = fit_thresholds(values[fold_of != fold], truth[fold_of != fold], NUMBERS, 0)
+        answer = fit_thresholds(values[fold_of != fold], labelled(truth[fold_of != fold]), NUMBERS, 0)
         answers[fold_of == fold] = answer.choices(values[fold_of == fold])[:, 0]
     assert report.thresholds is not None
     expected = cohen_kappa_score(truth, answers, weights="quadratic")
     assert report.thresholds.score == pytest.approx(expected, abs=1e-12)
-    assert report.thresholds.values == fit_thresholds(values, truth, NUMBERS, 0).thresholds
+    assert report.thresholds.values == fit_thresholds(values, labelled(truth), NUMBERS, 0).thresholds
     rounded = np.round(values @ np.array(NUMBERS)) - 1
     halfway = cohen_kappa_score(truth, rounded.astype(int), weights="quadratic")
     assert report.thresholds.halfway == pytest.approx(halfway, abs=1e-12)

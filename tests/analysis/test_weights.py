@@ -22,7 +22,8 @@ from ensemble.analysis.weights import (
 from ensemble.config import EnsembleConfig
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Block, Members
-from ensemble.merging.scoring import row_losses
+from ensemble.merging.metrics import row_losses
+from tests.labelled import labelled
 
 ROWS, LABELS = 1_500, 3
 TRUTHS = ("hard", "soft", "multi-label", "soft multi-label")
@@ -86,7 +87,7 @@ def test_no_general_solver_finds_better_weights(family: Any, truth: str) -> None
                  constraints={"type": "eq", "fun": lambda w: w.sum() - 1})
         for start in starts
     ]  # fmt: skip
-    loss = family(members, known, kind)
+    loss = family(members, labelled(known, kind))
     weights = minimize_on_simplex(loss, 5)
     assert weights.min() >= 0
     assert weights.sum() == pytest.approx(1, abs=1e-12)
@@ -102,20 +103,20 @@ def test_weights_of_members_that_are_the_same_constant_or_always_wrong(family: A
     members, truth, _ = sample("hard", 2)
     wrong = np.eye(LABELS)[(truth + 1) % LABELS]
     constant = np.tile([0.5, 0.3, 0.2], (ROWS, 1))
-    plain_loss = family([*members, constant], truth, "softmax")
-    odd_loss = family([*members, constant, members[0], wrong], truth, "softmax")
+    plain_loss = family([*members, constant], labelled(truth))
+    odd_loss = family([*members, constant, members[0], wrong], labelled(truth))
     plain, odd = minimize_on_simplex(plain_loss, 3), minimize_on_simplex(odd_loss, 5)
     assert odd_loss(odd)[0] == pytest.approx(plain_loss(plain)[0], abs=1e-6)
     np.testing.assert_allclose(odd[1:3], plain[1:3], atol=5e-3)
     assert odd[0] + odd[3] == pytest.approx(plain[0], abs=5e-3)
     assert odd[4] == 0
-    assert list(minimize_on_simplex(family([wrong], truth, "softmax"), 1)) == [1]
+    assert list(minimize_on_simplex(family([wrong], labelled(truth)), 1)) == [1]
 
 
 @pytest.mark.parametrize("family", [mean_loss, geometric_loss])
 def test_leaving_a_member_out_is_fitting_without_it(family: Any) -> None:
     members, truth, _ = sample("hard", 4)
-    loss, rest = (family(each, truth, "softmax") for each in (members, [members[0], *members[2:]]))
+    loss, rest = (family(each, labelled(truth)) for each in (members, [members[0], *members[2:]]))
     once = minimize_on_simplex(loss, 4, left_out=1)
     assert once[1] == 0
     assert loss(once)[0] == pytest.approx(rest(minimize_on_simplex(rest, 3))[0], abs=1e-6)
@@ -133,8 +134,8 @@ def test_other_methods_leave_a_member_out_too(pool: Any) -> None:
     assert (
         without.weights.tolist() == np.insert(fit_greedy(rest, score, pool, "softmax").weights, 1, 0).tolist()
     )
-    stacking = fit_stacking(members, truth, "softmax", 0, left_out=1)
-    expected = fit_stacking(rest, truth, "softmax", 0).merge(rest)
+    stacking = fit_stacking(members, labelled(truth), 0, left_out=1)
+    expected = fit_stacking(rest, labelled(truth), 0).merge(rest)
     np.testing.assert_allclose(stacking.merge(members), expected, rtol=1e-12)
 
 
@@ -163,7 +164,7 @@ def test_greedy_selection_comes_close_to_the_weights_of_least_log_loss() -> None
     members, truth, _ = sample("hard", 4)
     blend = fit_greedy(members, lambda values: -float(log_loss(truth, values)), "mean", "softmax")
     weights = blend.weights
-    loss = mean_loss(members, truth, "softmax")
+    loss = mean_loss(members, labelled(truth))
     least = minimize_on_simplex(loss, 4)
     assert loss(least)[0] <= loss(weights)[0] <= loss(least)[0] + 3e-4
     np.testing.assert_allclose(weights, least, atol=0.06)
@@ -176,7 +177,7 @@ def test_what_is_fitted_is_what_the_merge_then_gives_also_with_zeros(labels: Any
     for number, values in enumerate(members):  # in a tenth of the rows each is quite sure of one label
         some = np.arange(number, 400, 10)
         values[some] = (values[some] == values[some].max(axis=1, keepdims=True)).astype(float)
-    loss = (mean_loss if pool == "mean" else geometric_loss)(members, truth, kind)
+    loss = (mean_loss if pool == "mean" else geometric_loss)(members, labelled(truth, kind))
     weights = minimize_on_simplex(loss, 3)
     assert (weights > 0.05).sum() >= 2
     names = Members(("a", "b", "c"), (kind,) * 3, tuple(str(label) for label in range(LABELS)))
@@ -186,5 +187,5 @@ def test_what_is_fitted_is_what_the_merge_then_gives_also_with_zeros(labels: Any
     merged_rows = method.merge(block, weights[:, None, None])
     merged_here = WeightedBlend(weights, pool, kind).merge(members)
     np.testing.assert_allclose(merged_here, merged_rows, rtol=1e-9, atol=1e-18)
-    reached = row_losses(truth, merged_rows, kind).mean()
+    reached = row_losses(labelled(truth, kind), merged_rows).mean()
     assert reached == pytest.approx(loss(weights)[0], rel=1e-6)  # 1 - p has few digits where p is nearly 1

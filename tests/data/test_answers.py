@@ -7,10 +7,11 @@ import pyarrow as pa
 import pytest
 from sklearn.metrics import average_precision_score, cohen_kappa_score
 
-from ensemble.analysis.metrics import METRICS
 from ensemble.data.answers import Answer, compile_format, halfway
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.table import InputTable
+from ensemble.merging.metrics import METRICS, answer_scores
+from tests.labelled import labelled
 
 VALUES = np.array([[0.2, 0.5, 0.3], [0.4, 0.2, 0.4], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
 TEXTS = ("a", "b", "c")
@@ -47,7 +48,7 @@ def test_the_value_of_a_single_label_is_the_expected_number() -> None:
     values = np.array([[-7.0], [1.5], [2.4], [9.0]])
     assert cells(answer, values) == [1, 2, 2, 3]
     truth = np.array([[1.0], [1.0], [2.0], [3.0]])
-    score = answer.scores(truth, values, "none")
+    score = answer_scores(answer, labelled(truth, "none"), values)
     assert score["accuracy"] == 0.75
     kappa = cohen_kappa_score([1, 2, 2, 3], [1, 1, 2, 3], weights="quadratic")
     assert score["quadratic_kappa"] == pytest.approx(kappa, abs=1e-12)
@@ -64,7 +65,9 @@ def test_the_kappa_is_that_of_scikit_learn_by_places_of_rising_numbers(numbers: 
     ]
     assert answers == nearest
     kappa = cohen_kappa_score(answers, true, labels=sorted(map(int, numbers)), weights="quadratic")
-    assert answer.scores(truth, values, "softmax")["quadratic_kappa"] == pytest.approx(kappa, abs=1e-12)
+    assert answer_scores(answer, labelled(truth), values)["quadratic_kappa"] == pytest.approx(
+        kappa, abs=1e-12
+    )
 
 
 def test_a_number_that_equals_a_threshold_of_endless_digits_gets_the_higher_answer() -> None:
@@ -92,13 +95,13 @@ def test_scores_of_answers_are_those_of_the_metrics() -> None:
     random = np.random.default_rng(3)
     values, truth = random.dirichlet(np.ones(5), 300), random.integers(0, 5, 300)
     texts = tuple("abcde")
-    first = Answer(texts=texts).scores(truth, values, "softmax")
-    assert first["accuracy"] == pytest.approx(METRICS["accuracy"].value(truth, values, "softmax"), abs=1e-12)
-    third = Answer(texts=texts, top=3).scores(truth, values, "softmax")
-    assert third["map@3"] == pytest.approx(METRICS["map@3"].value(truth, values, "softmax"), abs=1e-12)
+    first = answer_scores(Answer(texts=texts), labelled(truth), values)
+    assert first["accuracy"] == pytest.approx(METRICS["accuracy"].value(labelled(truth), values), abs=1e-12)
+    third = answer_scores(Answer(texts=texts, top=3), labelled(truth), values)
+    assert third["map@3"] == pytest.approx(METRICS["map@3"].value(labelled(truth), values), abs=1e-12)
     soft = random.dirichlet(np.ones(5), 300)
-    of_soft = Answer(texts=texts, top=3).scores(soft, values, "softmax")
-    expected = METRICS["map@3"].value(soft, values, "softmax")
+    of_soft = answer_scores(Answer(texts=texts, top=3), labelled(soft), values)
+    expected = METRICS["map@3"].value(labelled(soft), values)
     assert of_soft["map@3"] == pytest.approx(expected, abs=1e-12)
 
 
@@ -107,9 +110,9 @@ def test_scores_of_labels_that_do_not_exclude_each_other() -> None:
     values, truth = random.random((200, 4)), random.integers(0, 2, (200, 4)).astype(np.float64)
     truth[:, 0] = 1.0
     texts = tuple("abcd")
-    score = Answer(texts=texts).scores(truth, values, "sigmoid")
+    score = answer_scores(Answer(texts=texts), labelled(truth, "sigmoid"), values)
     assert score["accuracy"] == truth[np.arange(200), values.argmax(axis=1)].mean()
-    score = Answer(texts=texts, top=4).scores(truth, values, "sigmoid")
+    score = answer_scores(Answer(texts=texts, top=4), labelled(truth, "sigmoid"), values)
     expected = np.mean([average_precision_score(*pair) for pair in zip(truth, values, strict=True)])
     assert score["map@4"] == pytest.approx(expected, abs=1e-12)
 
@@ -124,5 +127,5 @@ def test_many_rows_are_sorted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_single_answer_has_no_kappa() -> None:
     answer = Answer(texts=("a", "b"), numbers=(0.0, 1.0), thresholds=(0.5,))
-    score = answer.scores(np.zeros(3, np.int64), np.array([[0.9, 0.1]] * 3), "softmax")
+    score = answer_scores(answer, labelled(np.zeros(3, np.int64)), np.array([[0.9, 0.1]] * 3))
     assert score == {"accuracy": 1.0}

@@ -16,11 +16,12 @@ from ensemble.common.protocol import Activation
 from ensemble.config import EnsembleConfig
 from ensemble.data.csv_file import write_csv
 from ensemble.data.predictions_csv import read_predictions
-from ensemble.merging.blocks import MergedMember, RowCheck, block_spans, merge_blocks
+from ensemble.merging.blocks import MergedMember, RowCheck, merge_blocks
 from ensemble.merging.methods import merge_method
-from ensemble.merging.methods.base import Block, Members, MergeMethod
+from ensemble.merging.methods.base import Block, Members, MergeMethod, block_spans
 from ensemble.merging.post_process import PostProcess
-from ensemble.merging.scoring import Scoring
+from ensemble.merging.scoring import Resamples, Scoring
+from tests.labelled import labelled
 
 LABELS = ["a", "b", "c"]
 ROWS = 70_000  # three blocks, the last of which is short
@@ -238,7 +239,7 @@ def test_blocks_follow_each_other() -> None:
 def test_scores_of_members_that_have_every_row() -> None:
     values, truth = values_of(0), np.random.default_rng(1).integers(0, 3, ROWS)
     ids = pa.chunked_array([pa.array([str(row) for row in range(ROWS)])])
-    scoring = Scoring(truth)
+    scoring = Scoring(labelled(truth), Resamples(ROWS))
     member = MergedMember("m", 1.0, values, RowCheck("m", "softmax", ids, True), scoring)
     method = merge_method(EnsembleConfig(), members_of(1))
     for _ in merge_blocks(method, [member], ids, TEXT_BYTES, PostProcess()):

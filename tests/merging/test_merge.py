@@ -11,7 +11,8 @@ import pytest
 
 from ensemble.common.errors import DataError, MergeError
 from ensemble.common.shards import gather_shards
-from ensemble.merging.scoring import Scoring
+from ensemble.merging.scoring import Resamples, Scoring
+from tests.labelled import labelled
 from tests.merging.reading import read_checked
 
 LABELS = ["a", "b", "c"]
@@ -93,7 +94,7 @@ def test_scores_equal_torchs() -> None:
     values, truth = probabilities(500, 3), np.random.default_rng(4).integers(0, 3, 500)
     values[0] = [1, 0, 0]
     truth[0] = 1  # a confident miss: clipped, not infinite
-    scoring = Scoring(truth)
+    scoring = Scoring(labelled(truth), Resamples(500))
     for start in range(0, 500, 200):
         scoring.add(start, values[start : start + 200])
     got = scoring.score()

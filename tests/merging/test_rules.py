@@ -15,7 +15,8 @@ import yaml
 
 from ensemble.config.schema import RuleConfig
 from ensemble.data.table import InputTable
-from ensemble.merging.post_process import RowRules, compile_condition, rows_that_meet
+from ensemble.data.template import compile_condition
+from ensemble.merging.post_process import RowRules, rows_that_meet
 from tests.project import ROOT, Project
 
 LABELS = ["a", "b", "tie"]

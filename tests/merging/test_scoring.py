@@ -7,24 +7,26 @@ import pytest
 from scipy import special, stats
 
 from ensemble.common.protocol import Activation
-from ensemble.merging.scoring import Gain, Interval, Resamples, Score, Scoring, row_losses
+from ensemble.merging.metrics import LabelledRows, row_losses
+from ensemble.merging.scoring import Gain, Interval, Resamples, Score, Scoring
 from tests.cli.reports import report, shown
+from tests.labelled import labelled
 
 
-def added_up(
-    values: np.ndarray,
-    truth: np.ndarray,
-    activation: Activation = "softmax",
-    resamples: Resamples | None = None,
-) -> Scoring:
-    scoring = Scoring(truth, activation, resamples)
-    for start in range(0, len(truth), 100):  # as the merge does, block by block
+def added_up(values: np.ndarray, known: LabelledRows, resamples: Resamples | None = None) -> Scoring:
+    scoring = Scoring(known, resamples or Resamples(len(known)))
+    for start in range(0, len(known), 100):  # as the merge does, block by block
         scoring.add(start, values[start : start + 100])
     return scoring
 
 
-def scored(values: np.ndarray, truth: np.ndarray, activation: Activation = "softmax") -> Score:
-    score = added_up(values, truth, activation).score()
+def scored(
+    values: np.ndarray,
+    truth: np.ndarray,
+    activation: Activation = "softmax",
+    possible: np.ndarray | None = None,
+) -> Score:
+    score = added_up(values, labelled(truth, activation, possible)).score()
     assert score is not None
     return score
 
@@ -33,7 +35,7 @@ def gained(
     truth: np.ndarray, ensemble: np.ndarray, other: np.ndarray, activation: Activation = "softmax"
 ) -> Gain:
     resamples = Resamples(len(truth))
-    ours, theirs = (added_up(values, truth, activation, resamples) for values in (ensemble, other))
+    ours, theirs = (added_up(values, labelled(truth, activation), resamples) for values in (ensemble, other))
     return ours.gain_over(theirs, "a")
 
 
@@ -145,8 +147,8 @@ def test_labels_that_are_not_exclusive_and_regression_by_scikit_learn() -> None:
     assert score.rmse == pytest.approx(by_label.mean())
     assert (score.log_loss, score.accuracy) == (None, None)
     # Of what is no probability the accuracy alone is said, and of labels that have none nothing.
-    assert Scoring(truth, "sigmoid", has_loss=False).score() is None
-    only = Scoring(np.array([0, 1]), "softmax", has_loss=False)
+    assert Scoring(labelled(truth, "sigmoid"), Resamples(350), has_loss=False).score() is None
+    only = Scoring(labelled(np.array([0, 1])), Resamples(2), has_loss=False)
     only.add(0, np.array([[1.5, -1.5], [2.0, -2.0]]))
     assert only.score() == Score(None, 0.5, 2, None, False)
 
@@ -182,7 +184,7 @@ def test_a_gain_and_its_interval_are_those_of_scipy(is_soft: bool, rows: int) ->
     truth = chooser.dirichlet([1, 1, 1], rows) if is_soft else np.eye(3)[numbers]
     for values in members:
         gain = gained(truth if is_soft else numbers, ensemble, values)
-        differences = row_losses(truth, values) - row_losses(truth, ensemble)
+        differences = row_losses(labelled(truth), values) - row_losses(labelled(truth), ensemble)
         assert (gain.best_member, gain.rows) == ("a", rows)
         assert gain.gain == pytest.approx(differences.mean(), rel=1e-9)
         if rows < 1_000:
@@ -231,19 +233,13 @@ def test_noise_is_no_better_than_the_prior_of_the_labels_that_are_possible_in_a_
     truth = np.array([chooser.choice(np.flatnonzero(flags)) for flags in possible])
     values = np.where(possible, chooser.dirichlet(np.ones(8), 600), 0)
     values /= values.sum(axis=1, keepdims=True)
-    scoring = Scoring(truth, possible=possible)
-    scoring.add(0, values)
-    score = scoring.score()
-    assert score is not None
+    score = scored(values, truth, possible=possible)
     assert score.no_better_than_prior
     even = np.log(possible.sum(axis=1)).mean()
     assert score.prior_log_loss == pytest.approx(even, abs=0.02)
     # Where all labels are possible, or the true one is not, nothing changes.
     for flags in (np.ones_like(possible), ~possible):
-        other = Scoring(truth, possible=flags)
-        other.add(0, values)
-        score = other.score()
-        assert score is not None
+        score = scored(values, truth, possible=flags)
         assert score.prior_log_loss == pytest.approx(scored(values, truth).prior_log_loss, rel=1e-9)
 
 
@@ -251,9 +247,6 @@ def test_the_prior_of_independent_labels_is_of_the_rows_in_which_they_are_possib
     chooser = np.random.default_rng(12)
     possible = chooser.random((500, 3)) < 0.3
     truth = (possible & (chooser.random((500, 3)) < 0.5)).astype(np.float64)
-    scoring = Scoring(truth, "sigmoid", possible=possible)
-    scoring.add(0, np.where(possible, 0.5, 0.0))
-    score = scoring.score()
-    assert score is not None
+    score = scored(np.where(possible, 0.5, 0.0), truth, "sigmoid", possible)
     assert score.log_loss == pytest.approx(np.log(2) * possible.mean(), rel=1e-9)
     assert score.prior_log_loss == pytest.approx(score.log_loss, abs=0.002)

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from markupsafe import Markup
 
-from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric
 from ensemble.analysis.predictions import Predictions, calibrations_of, read_run
 from ensemble.common.errors import DataError, EnsembleError
 from ensemble.common.files import unreadable
@@ -30,7 +29,9 @@ from ensemble.data.input_file import Wanted, cell_texts
 from ensemble.merging.blocks import weights_by_bin
 from ensemble.merging.methods import METHODS
 from ensemble.merging.methods.base import MergeMethod, Values
+from ensemble.merging.metrics import METRICS, USUAL, Metric
 from ensemble.merging.post_process import RowRules
+from ensemble.merging.scoring import Bootstrap, Interval
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
@@ -146,8 +147,7 @@ class ReportData:
 
     @cached_property
     def _bootstrap(self) -> Bootstrap:
-        known = self.predictions
-        return Bootstrap(known.required_truth, known.activation, folds=known.folds)
+        return Bootstrap(self.predictions.labelled)
 
     @cached_property
     def table_texts(self) -> TableTexts:

@@ -14,7 +14,6 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from scipy.special import bdtr
 
-from ensemble.analysis.metrics import ECE_BINS, METRICS, Bootstrap, Interval
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.report.base import (
     ENSEMBLE,
@@ -35,7 +34,8 @@ from ensemble.config.values import weight_text
 from ensemble.data.table import Truth
 from ensemble.jobs.job import job_name
 from ensemble.merging.methods.base import Values
-from ensemble.merging.scoring import Resamples
+from ensemble.merging.metrics import ECE_BINS, METRICS, LabelledRows
+from ensemble.merging.scoring import Bootstrap, Interval, Resamples
 from ensemble.pipeline.ending import answer_texts, gain_text
 from ensemble.pipeline.prediction_files import read_as_written
 from ensemble.pipeline.run_dir import RunDir
@@ -374,7 +374,8 @@ def verdict_changes(views: Mapping[str, Values]) -> dict[tuple[str, str], Interv
     for first, second in combinations(views, 2):
         is_in_both = ~np.isnan(views[first][:, 0] + views[second][:, 0])
         if is_in_both.any():
-            bootstrap = Bootstrap(views[first][is_in_both].argmax(axis=1), "softmax")
+            labels = views[first][is_in_both].argmax(axis=1)
+            bootstrap = Bootstrap(LabelledRows(labels, "softmax", possible=None, folds=None))
             same = bootstrap.score(METRICS["accuracy"], views[second][is_in_both]).interval
             changes[first, second] = Interval(1 - same.value, 1 - same.high, 1 - same.low)
     return changes
@@ -405,9 +406,9 @@ class Calibration(Section):
 
     def html(self, data: ReportData) -> Markup:
         predictions = data.predictions
-        truth, activation = predictions.truth, predictions.activation
-        if activation == "none" or truth is None:
-            return self.render(activation=activation, has_truth=truth is not None)
+        activation = predictions.activation
+        if activation == "none" or predictions.truth is None:
+            return self.render(activation=activation, has_truth=predictions.truth is not None)
         values_of = {}
         if predictions.ensemble is not None and data.method.gives_probabilities:
             values_of[ENSEMBLE] = predictions.ensemble
@@ -419,15 +420,14 @@ class Calibration(Section):
             rows = np.flatnonzero(~np.isnan(values).any(axis=1))
             if not len(rows):
                 continue
-            values, true = values[rows], truth[rows]
-            diagrams[name] = reliability(values, activation, true)
+            values, known = values[rows], predictions.labelled.taken(rows)
+            diagrams[name] = reliability(values, known)
             temperature = ""
             if name != ENSEMBLE and len(rows) >= _MIN_ROWS:
                 fitted_to = data.calibrated.members[name][rows]
-                possible = predictions.post.taken(rows).possible
-                temperature = number(fit_temperature(fitted_to, true, activation, possible), 2)
+                temperature = number(fit_temperature(fitted_to, known), 2)
             gap = with_interval("accuracy", diagrams[name].overconfidence, is_difference=True)
-            cells.append([name, gap, number(METRICS["ece"].value(true, values, activation)), temperature])
+            cells.append([name, gap, number(METRICS["ece"].value(known, values)), temperature])
         quantity, rate = "confidence", "accuracy"
         if activation == "sigmoid":
             quantity, rate = "probability", "frequency"
@@ -481,10 +481,10 @@ def _diagrams_picture(diagrams: Mapping[str, Reliability], quantity: str) -> Mar
     return picture(draw, "Reliability diagrams", text, height=30 + 200 * down)
 
 
-def reliability(values: Values, activation: Activation, truth: Truth) -> Reliability:
+def reliability(values: Values, known: LabelledRows) -> Reliability:
     """Sort probabilities, [rows, labels], into bins: of "softmax" those of each row's first label, else all."""
-    confidence, came_true = values, one_hot(truth, values.shape[1])
-    if activation == "softmax":
+    confidence, came_true = values, one_hot(known.truth, values.shape[1])
+    if known.activation == "softmax":
         first = values.argmax(axis=1)[:, None]
         confidence = np.take_along_axis(values, first, axis=1)
         came_true = np.take_along_axis(came_true, first, axis=1)

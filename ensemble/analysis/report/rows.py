@@ -17,7 +17,7 @@ from ensemble.common.protocol import Activation
 from ensemble.common.text import listed
 from ensemble.jobs.when import entropy_terms, margins
 from ensemble.merging.methods.base import Values
-from ensemble.merging.scoring import row_losses
+from ensemble.merging.metrics import row_losses
 
 _ROWS = 20
 _MAX_CHARACTERS = 400
@@ -67,7 +67,7 @@ def _lists(data: ReportData) -> Iterator[tuple[str, str, str, Values]]:
             f"The highest {score_name} of the ensemble. Some of these are mistakes of the members, some are wrong "
             "labels in the table: read them before anything is fitted to them."
         )
-        yield "Costliest", note, score_name, row_losses(predictions.truth, ensemble, activation)
+        yield "Costliest", note, score_name, row_losses(predictions.labelled, ensemble)
     weighted = [name for name in predictions.members if weights[name] > 0]
     if len(weighted) > 1:
         members = [predictions.members[name] for name in weighted]

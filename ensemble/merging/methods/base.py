@@ -19,6 +19,16 @@ from ensemble.config import EnsembleConfig
 from ensemble.config.values import AnyWeight, weight_numbers
 
 Values = npt.NDArray[np.float64]
+# The size of a block: large enough that Python takes little of the time, small enough for a core's cache.
+_MAX_ROWS = 32_768
+_MIN_ROWS = 256
+_CELLS = 131_072
+
+
+def block_spans(rows: int, labels: int) -> list[tuple[int, int]]:
+    """Return where the blocks of a table start and stop."""
+    step = max(_MIN_ROWS, min(_MAX_ROWS, _CELLS // labels))
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 @dataclass(frozen=True)

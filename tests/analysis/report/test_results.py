@@ -26,6 +26,7 @@ from ensemble.pipeline.report_page import page_digest
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 from tests.cli.reports import member, report
+from tests.labelled import labelled
 from tests.sampling import one_in
 
 NAMES = ("scores", "agreement", "calibration", "rows")
@@ -158,7 +159,7 @@ def test_the_sentence_and_the_interval_are_those_of_the_summary(made: Made) -> N
     truth, members = probabilities()
     data = made.write(members, truth)
     resamples = Resamples(len(truth))
-    whole, best = Scoring(truth, resamples=resamples), Scoring(truth, resamples=resamples)
+    whole, best = (Scoring(labelled(truth), resamples) for _ in range(2))
     whole.add(0, (members["m0"] + members["m1"]) / 2)
     best.add(0, members["m0"])
     gain, score = whole.gain_over(best, "m0"), whole.score()

@@ -12,11 +12,13 @@ import pytest
 import scipy.stats
 from sklearn import metrics as sk
 
-from ensemble.analysis.metrics import METRICS, Bootstrap, UndefinedMetric, find_metric, order_remarks
 from ensemble.common.errors import DataError
 from ensemble.common.protocol import Activation
 from ensemble.data.answers import numbers_of
 from ensemble.merging import scoring
+from ensemble.merging.metrics import METRICS, UndefinedMetric, find_metric, order_remarks
+from ensemble.merging.scoring import Bootstrap
+from tests.labelled import labelled
 
 _Array = npt.NDArray[Any]
 
@@ -105,7 +107,7 @@ def test_exclusive_labels(name: str, labels: int) -> None:
     for tenths in (False, True):
         truth, values = softmax_rows(400, labels, tenths)
         expected = of_exclusive(name, truth, values)
-        assert find_metric(name).value(truth, values, "softmax") == pytest.approx(expected, rel=1e-9)
+        assert find_metric(name).value(labelled(truth), values) == pytest.approx(expected, rel=1e-9)
 
 
 def test_labels_in_text_order_have_the_kappa_of_their_numbers() -> None:
@@ -115,7 +117,7 @@ def test_labels_in_text_order_have_the_kappa_of_their_numbers() -> None:
     true, predicted = ([grades[place] for place in places] for places in (truth, values.argmax(axis=1)))
     expected = sk.cohen_kappa_score(true, predicted, weights="quadratic", labels=range(1, 11))
     metric = find_metric("quadratic_kappa", numbers_of(labels))
-    assert metric.value(truth, values, "softmax") == pytest.approx(expected, rel=1e-9)
+    assert metric.value(labelled(truth), values) == pytest.approx(expected, rel=1e-9)
     words = order_remarks(["quadratic_kappa"], ["low", "mid", "high"])
     assert order_remarks(["quadratic_kappa"], labels) == order_remarks(["auc"], ["a"]) == []
     assert len(words) == 1
@@ -141,7 +143,7 @@ def test_labels_that_are_not_exclusive(name: str) -> None:
         ),
         "rmse": lambda: np.mean([math.sqrt(sk.mean_squared_error(t, v)) for t, v in columns]),
     }
-    result = find_metric(name).value(truth, values, "sigmoid")
+    result = find_metric(name).value(labelled(truth, "sigmoid"), values)
     assert result == pytest.approx(float(references[name]()), rel=1e-9)
 
 
@@ -149,14 +151,14 @@ def test_a_truth_that_is_not_sure() -> None:
     truth, values = softmax_rows(200, 3)
     soft = 0.7 * np.eye(3)[truth] + 0.1
     cross_entropy = -(soft * np.log(values)).sum(axis=1).mean()
-    assert METRICS["log_loss"].value(soft, values, "softmax") == pytest.approx(cross_entropy, rel=1e-12)
-    assert METRICS["brier"].value(soft, values, "softmax") == pytest.approx(
+    assert METRICS["log_loss"].value(labelled(soft), values) == pytest.approx(cross_entropy, rel=1e-12)
+    assert METRICS["brier"].value(labelled(soft), values) == pytest.approx(
         ((values - soft) ** 2).sum(axis=1).mean()
     )
     for name in EXCLUSIVE:
         if name not in ("log_loss", "brier"):
-            assert find_metric(name).value(soft, values, "softmax") == find_metric(name).value(
-                truth, values, "softmax"
+            assert find_metric(name).value(labelled(soft), values) == find_metric(name).value(
+                labelled(truth), values
             )
 
 
@@ -165,19 +167,17 @@ def test_regression() -> None:
     truth = generator.normal(size=(500, 1))
     values = truth + generator.normal(size=(500, 1))
     expected = math.sqrt(sk.mean_squared_error(truth, values))
-    assert METRICS["rmse"].value(truth, values, "none") == pytest.approx(expected)
+    assert METRICS["rmse"].value(labelled(truth, "none"), values) == pytest.approx(expected)
     with pytest.raises(
         DataError, match="log_loss: is for exclusive labels and labels that are not exclusive, and"
     ):
-        METRICS["log_loss"].value(truth, values, "none")
+        METRICS["log_loss"].value(labelled(truth, "none"), values)
 
 
 def test_rows_that_do_not_quite_sum_to_one_and_certainty_that_is_wrong() -> None:
     values = np.array([[0.5004, 0.4999], [0.0, 1.0]])
     expected = (-math.log(0.5004 / 1.0003) - math.log(np.finfo(float).eps)) / 2
-    assert METRICS["log_loss"].value(np.array([0, 0]), values, "softmax") == pytest.approx(
-        expected, rel=1e-12
-    )
+    assert METRICS["log_loss"].value(labelled(np.array([0, 0])), values) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -198,20 +198,20 @@ def test_metrics_that_are_not_defined(name: str, truth: list[int], message: str)
     values = np.tile([0.2, 0.5, 0.3], (len(truth), 1))
     own = np.array(truth, dtype=np.int64)
     with pytest.raises(UndefinedMetric) as caught:
-        METRICS[name].value(own, values, "softmax")
+        METRICS[name].value(labelled(own), values)
     assert message in str(caught.value)
     with pytest.raises(UndefinedMetric):
-        Bootstrap(own, "softmax").score(METRICS[name], values)
+        Bootstrap(labelled(own)).score(METRICS[name], values)
 
 
 def test_constant_predictions_are_no_better_than_chance() -> None:
     truth, _ = softmax_rows(60, 3)
     values = np.tile([0.2, 0.5, 0.3], (60, 1))
-    assert METRICS["auc"].value(truth, values, "softmax") == 0.5
-    assert METRICS["quadratic_kappa"].value(truth, values, "softmax") == pytest.approx(0.0, abs=1e-12)
+    assert METRICS["auc"].value(labelled(truth), values) == 0.5
+    assert METRICS["quadratic_kappa"].value(labelled(truth), values) == pytest.approx(0.0, abs=1e-12)
     values[3:5] = np.nan
     with pytest.raises(DataError, match="auc: 2 rows without predictions; leave them out"):
-        METRICS["auc"].value(truth, values, "softmax")
+        METRICS["auc"].value(labelled(truth), values)
 
 
 def test_names() -> None:
@@ -231,10 +231,10 @@ def test_names() -> None:
 def test_intervals_are_those_of_scipy(name: str) -> None:
     truth, values = softmax_rows(150, 3)
     own = METRICS[name]
-    result = Bootstrap(truth, "softmax").score(own, values)
+    result = Bootstrap(labelled(truth)).score(own, values)
 
     def statistic(places: _Array) -> float:
-        return own.value(truth[places], values[places], "softmax")
+        return own.value(labelled(truth[places]), values[places])
 
     expected = scipy.stats.bootstrap(
         (np.arange(150),), statistic, n_resamples=1_000, vectorized=False, confidence_level=0.95,
@@ -242,7 +242,7 @@ def test_intervals_are_those_of_scipy(name: str) -> None:
     )  # fmt: skip
     width = expected.confidence_interval.high - expected.confidence_interval.low
     low, high = result.interval.low, result.interval.high
-    assert result.interval.value == pytest.approx(own.value(truth, values, "softmax"), rel=1e-12)
+    assert result.interval.value == pytest.approx(own.value(labelled(truth), values), rel=1e-12)
     assert low == pytest.approx(expected.confidence_interval.low, abs=0.1 * width)
     assert high == pytest.approx(expected.confidence_interval.high, abs=0.1 * width)
     assert np.std(result.replicates) == pytest.approx(expected.standard_error, rel=0.1)
@@ -254,7 +254,7 @@ def test_a_calibration_error_has_no_interval_and_its_difference_has_one() -> Non
     chances = generator.uniform(0.5, 1, 300)
     truth = (generator.random(300) < chances).astype(np.int64)
     values = np.column_stack([1 - chances, chances])
-    sample = Bootstrap(truth, "softmax")
+    sample = Bootstrap(labelled(truth))
     first = sample.score(METRICS["ece"], values)
     second = sample.score(METRICS["ece"], np.clip(values + np.array([-0.2, 0.2]), 0, 1))
     assert first.interval.value == pytest.approx(calibration_error(truth == 1, chances))
@@ -267,7 +267,7 @@ def test_a_calibration_error_has_no_interval_and_its_difference_has_one() -> Non
 def test_the_difference_of_two_is_paired() -> None:
     truth, values = softmax_rows(500, 3)
     better = values**1.2 / (values**1.2).sum(axis=1, keepdims=True)
-    sample = Bootstrap(truth, "softmax")
+    sample = Bootstrap(labelled(truth))
     first, second = (sample.score(METRICS["log_loss"], item) for item in (better, values))
     result = first.minus(second)
     losses = [-np.log(item[np.arange(500), truth]) for item in (better, values)]
@@ -281,7 +281,7 @@ def test_the_difference_of_two_is_paired() -> None:
 
 def test_the_same_seed_gives_the_same_interval() -> None:
     truth, values = softmax_rows(80, 2)
-    scores = [Bootstrap(truth, "softmax", seed).score(METRICS["auc"], values).interval for seed in (1, 1, 2)]
+    scores = [Bootstrap(labelled(truth), seed).score(METRICS["auc"], values).interval for seed in (1, 1, 2)]
     assert scores[0] == scores[1] != scores[2]
 
 
@@ -292,9 +292,9 @@ def test_groups_of_rows_stand_for_rows(name: str, monkeypatch: pytest.MonkeyPatc
     truth, values = sigmoid_rows(3_000, 3) if name == "rmse" else softmax_rows(3_000, 3)
     order = np.argsort(values[:, 0])
     truth, values = truth[order], values[order]
-    by_row = Bootstrap(truth, activation).score(METRICS[name], values)
+    by_row = Bootstrap(labelled(truth, activation)).score(METRICS[name], values)
     monkeypatch.setattr(scoring, "MAX_GROUPS", 1_000)
-    by_group = Bootstrap(truth, activation).score(METRICS[name], values)
+    by_group = Bootstrap(labelled(truth, activation)).score(METRICS[name], values)
     assert by_group.value == pytest.approx(by_row.value, rel=1e-12)
     spread = float(np.std(by_row.replicates))
     assert np.std(by_group.replicates) == pytest.approx(spread, rel=0.15)
@@ -305,7 +305,7 @@ def test_what_is_not_defined_in_a_resample_is_left_out() -> None:
     truth, values = softmax_rows(40, 3)
     truth[truth == 2] = 0
     truth[0] = 2
-    scored = Bootstrap(truth, "softmax").score(METRICS["auc"], values)
+    scored = Bootstrap(labelled(truth)).score(METRICS["auc"], values)
     undefined = np.isnan(scored.replicates).mean()
     assert undefined == pytest.approx((39 / 40) ** 40, abs=0.06)
     assert scored.interval.low < scored.value < scored.interval.high
