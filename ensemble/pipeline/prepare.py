@@ -142,7 +142,9 @@ def prepare(
                 members = _inspect_members(config, problems)
         check_answers(loaded, answers, table, members.inspected, problems)
         sample = _read_sample(config, table, answers, problems)
-        devices = None if launcher is None else problems.value_of("", _find_devices, config, launcher)
+        inventory, gpus = None, tuple[Device, ...]()
+        if launcher is not None:
+            inventory, gpus = problems.value_of("", _find_devices, config, launcher) or (None, ())
         rows = _Rows()
         if table is not None:
             rows = _look_at_rows(loaded, members, table, conditions, problems)
@@ -162,14 +164,14 @@ def prepare(
         )
         plan: Plan | None = None
         nodes: tuple[Node, ...] = ()
-        if launcher is not None and devices is not None:
-            gpus, hosts = chosen_devices(devices.gpus, config.devices), devices.hosts
+        if launcher is not None and inventory is not None:
+            hosts = inventory.hosts
             plan = problems.value_of(
                 "", _plan, config, members, table, shares or {}, held.rows, gpus, hosts, launcher
             )
             if plan is not None and (must_fit or table is None):
                 problems.add(plan.problems, DeviceError)
-            if devices.hosts:
+            if hosts:
                 with problems.at():
                     nodes = nodes_of(members.models, members.of_models, launcher)
                     if must_fit:
@@ -183,7 +185,7 @@ def prepare(
             columns=members.columns,
             plan=problems.demand(plan),
             launcher=problems.demand(launcher),
-            inventory=problems.demand(devices),
+            inventory=problems.demand(inventory),
             sample=sample,
             warnings=(),
             previews=rows.previews,
@@ -370,16 +372,18 @@ def _find_rule_rows(
     return rules
 
 
-def _find_devices(config: RunConfig, launcher: Launcher) -> Inventory:
-    """Return the devices; raise a DeviceError if the GPUs that the config chooses are not among them."""
+def _find_devices(config: RunConfig, launcher: Launcher) -> tuple[Inventory, tuple[Device, ...]]:
+    """Return the devices, and the GPUs to use; raise a DeviceError if the config chooses GPUs that are not there.
+
+    Nobody looks for devices where no member needs a worker, whatever the config chooses.
+    """
     may_use = may_use_gpus(config)
     if not any(may_use) and (config.launcher == "local" or not may_use):
-        return Inventory((), "", None, ())
+        return Inventory((), "", None, ()), ()
     machine = launcher.inventory()
     if machine.mask_problem and any(may_use):
         raise DeviceError(machine.mask_problem)
-    chosen_devices(machine.gpus, config.devices)
-    return machine
+    return machine, chosen_devices(machine.gpus, config.devices)
 
 
 def _read_predictions(
