@@ -17,8 +17,8 @@ from ensemble.common.shards import shard_rows
 from ensemble.common.text import duration, percent_of, plural, rate, shown_path, written
 from ensemble.jobs.causes import Causes
 from ensemble.jobs.job import job_name
-from ensemble.pipeline.ending import answer_texts, failure_text, gain_text
-from ensemble.pipeline.run_dir import RunDir, holder
+from ensemble.pipeline.ending import answer_texts, failure_text, gain_text, rows_of
+from ensemble.pipeline.run_dir import RunDir, holder, is_held_by
 from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.training_dir import TrainingDir
 from ensemble.training.records import MemberRecord, PartRecord, TrainingReport, read_record
@@ -66,7 +66,8 @@ class RunStatus:
     Attributes:
         holder: the process that has the run's directory; if None, a report that says "running" is of a run, or of
             trainings, that were killed.
-        report: None if the run is about to start, or has not begun after its trainings.
+        report: of the holder's run, or of the last one if there is no holder; None if the run is about to start, or
+            has not begun after its trainings.
         seconds: from the start until the end, or until now.
         trainings: None if nothing was trained there.
         predicts_held_out: whether their out-of-fold predictions are being made.
@@ -121,16 +122,20 @@ class RunStatus:
             if by is None or isinstance(error.__cause__, OSError):
                 raise
             return begun
+        if by is not None and not is_held_by(by, report.pid):  # it is of an earlier run
+            return begun
         # A running run writes its report every few seconds; its clock is taken to agree with ours.
         written_at = datetime.fromisoformat(report.written_at)
         age = max(0.0, ((now or datetime.now(UTC)) - written_at).total_seconds()) if by else 0.0
         members = []
         for member in report.members:
-            name, fingerprint, rows = member.name, str(member.fingerprint), member.rows
+            name, fingerprint = member.name, str(member.fingerprint)
+            # Predictions that were made elsewhere may lack rows.
+            rows = member.rows if member.replicas else rows_of(report, member)
             manifest = Causes.from_dict(read_json(rundir.manifest(name)).get("fingerprint"))
             is_current = manifest is not None and manifest.digest == fingerprint
             if is_current and rundir.predictions(name).is_file():
-                state, done = "done", rows
+                state, done = "done", min(member.rows, rows)
             else:
                 state = member.phase if by else "unfinished"
                 if member.failure:

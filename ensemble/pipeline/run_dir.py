@@ -203,6 +203,15 @@ def holder(rundir: RunDir) -> str | None:
     return None
 
 
+def is_held_by(by: str, pid: int) -> bool:
+    """Return whether a holder, as ``holder`` names it, is the process of this number."""
+    return by.startswith(_process(pid))
+
+
+def _process(pid: int) -> str:
+    return f"process {pid} on "
+
+
 @contextlib.contextmanager
 def hold(rundir: RunDir) -> Iterator[IO[str]]:
     """Lock the directory for this process; the kernel releases the lock when the process ends, however it ends.
@@ -224,7 +233,7 @@ def hold(rundir: RunDir) -> Iterator[IO[str]]:
             ) from error
         try:
             lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            lock.write(f"{_process(os.getpid())}{socket.gethostname()}\n")
             lock.flush()
         except OSError as error:
             raise WriteError(cannot_write("output_dir", rundir.lock, error)) from error

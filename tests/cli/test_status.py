@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ def write_run_json(rundir: RunDir, status: str, **half: Any) -> None:
         member("half", **{"fingerprint": HALF.digest, "phase": "predicting", **half}),
         member("later", fingerprint=LATER.digest, phase="waiting"),
         status=status,
+        pid=os.getpid(),
     ).write(rundir.run_json)
 
 
@@ -66,6 +69,26 @@ def test_a_run_that_goes_on(rundir: RunDir) -> None:
     assert "later waiting 0 1,000 0%" in text
     assert "a run: running for " in text
     assert "(process " in text
+
+
+def test_a_command_that_has_not_begun_its_run_does_not_run_for_as_long_as_the_last_one_is_ago(
+    rundir: RunDir,
+) -> None:
+    """It checks the config, or has just trained members, while the report of an earlier run is there."""
+    report(member("done", fingerprint=DONE.digest), pid=os.getpid() + 1).write(rundir.run_json)
+    with hold(rundir):
+        assert (
+            shown(rundir)
+            == f"{rundir.root}: process {os.getpid()} on {socket.gethostname()} is about to start a run here"
+        )
+        assert RunStatus.of(rundir.root).state == "starting"
+    assert "complete, after 1:00 min" in shown(rundir)
+
+
+def test_a_file_of_predictions_that_lacks_rows_is_not_all_of_the_table(rundir: RunDir) -> None:
+    given = member("done", fingerprint=DONE.digest, replicas=0, rows=750)
+    report(given, merged_rows={"done": 750}).write(rundir.run_json)
+    assert "done done 750 1,000 75%" in shown(rundir)
 
 
 def test_a_run_that_was_killed(rundir: RunDir) -> None:
