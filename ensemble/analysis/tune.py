@@ -446,7 +446,8 @@ class MemberTrials:
         allowed = len(values) - 1 if self._reference is None else self._reference.lacking
         if lacking > allowed:
             return replace(trial, failure=why)
-        ready = member.workers[0].ready
+        # Not of a worker that died before it was ready; another one did its rows then.
+        ready = next((worker.ready for worker in member.workers if worker.ready is not None), None)
         busy_seconds = max((worker.counters.predict_seconds for worker in member.workers), default=0.0)
         rows, tokens = member.worker_counters.rows, member.worker_counters.tokens
         if ready is None or not rows or not busy_seconds:

@@ -34,7 +34,9 @@ from ensemble.members.huggingface import parent
 from ensemble.pipeline import prediction_files
 from ensemble.pipeline.load import load
 from ensemble.pipeline.prepare import prepare
+from ensemble.pipeline.run_dir import RunDir
 from tests.checkpoints import make_checkpoint
+from tests.cli import reports
 from tests.faults.chunky import chunky_config, ids_of, write_chunky_table
 from tests.faults.inject import Fault, Injected
 from tests.project import LABELS, Project
@@ -237,6 +239,25 @@ class Faked(MemberTrials):
         values[:, 0] += self.off if trial.name.startswith("bfloat16") else 0.0
         trial = replace(trial, rows_per_second=self.rows / took)
         return replace(trial, seconds=took, whole_seconds=took, values=values)
+
+
+def test_a_worker_that_died_before_it_was_ready_spoils_no_trial(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project.folder)
+    project.write_config(project.config(models=project.config()["models"][1:]))
+    prepared = prepare(load([Path("config.yaml")], []))
+    rows = prepared.table.rows
+    target = RunDir(prepared.config.output_dir).predictions("llama")
+    target.parent.mkdir(parents=True)
+    cells = "".join(f"{row_id},{','.join(['0.2'] * len(LABELS))}\n" for row_id in project.ids)
+    target.write_text(f"id,{','.join(LABELS)}\n{cells}")
+    trials = MemberTrials(prepared, 0, rows, project.folder / "x", 0.02, lambda _: None, owns_process=False)
+    dead = replace(reports.worker(exit_code=-9), ready=None)
+    good = reports.worker(rows=rows, predict_seconds=2.0)
+    member = reports.member("llama", workers=(dead, good))
+    measured = trials._measured(Trial("float32", {}), prepared, member)
+    assert (measured.failure, measured.rows_per_second) == ("", rows / 2.0)
 
 
 @pytest.mark.parametrize(("off", "tolerance", "best"), [(0.1, 0.02, "float32"), (0.1, 0.2, "bfloat16")])
