@@ -70,6 +70,7 @@ class PlainDisplay(QuietDisplay):
         self._shown: dict[str, tuple[Phase, float, float]] = {}
         self._since: dict[str, tuple[str, float]] = {}  # by member, what it is doing, since when
         self._said: set[str] = set()
+        self._begun: set[str] = set()  # members whose rows are counted in an earlier line
 
     def say(self, text: str) -> None:
         for line in wrapped(text, page_width(self._file)):
@@ -90,12 +91,15 @@ class PlainDisplay(QuietDisplay):
             has_news = phase in _BEFORE or fraction != last_fraction
             if phase != last_phase:
                 fraction = -1.0
-                if phase == "predicting":
+                if phase == "predicting" and not state.has_rows:
+                    text = f"training {listed(state.in_hand, show=str)}"
+                elif (
+                    phase == "predicting" and name not in self._begun
+                ):  # the next checkpoint says how far it is
+                    self._begun.add(name)
                     views = f" of {state.jobs} views" if state.jobs > 1 else ""
                     rows = plural(state.rows - state.reused_rows, "row")
                     text = f"predicting {rows}{views}{_nodes_of(state)}"
-                    if not state.has_rows:
-                        text = f"training {listed(state.in_hand, show=str)}"
             elif phase not in _BUSY or now - last < PLAIN_LINE_SECONDS or not has_news:
                 continue
             self._shown[name] = (phase, now, fraction)

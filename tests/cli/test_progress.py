@@ -69,9 +69,13 @@ def test_rows_of_several_views_are_called_that() -> None:
     (plan,) = make_plan(models, {"m0": facts(lengths, views=TEMPLATES)}, []).models
     state, file = ModelState(plan, clock=lambda: 2.0), io.StringIO()
     state.predicting_since = 1.0
-    PlainDisplay(file).update(members_of([state]))
-    count = len(TEMPLATES)
-    assert file.getvalue() == f"m0: predicting {count * 100} rows of {count} views\n"
+    display, count = PlainDisplay(file), len(TEMPLATES)
+    for paused_at in (None, 1.5, None):  # as when the next of its checkpoints is loaded
+        state.paused_at = paused_at
+        display.update(members_of([state]))
+    first, _, again = file.getvalue().splitlines()
+    assert first == f"m0: predicting {count * 100} rows of {count} views"
+    assert again == f"m0: 0/{count * 100} rows"
 
 
 def test_time_left_follows_the_work_and_not_the_rows() -> None:
