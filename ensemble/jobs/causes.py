@@ -46,8 +46,18 @@ class Causes:
         """Return the digest of all parts."""
         return digest_of(self.to_dict())
 
+    @property
+    def is_mean(self) -> bool:
+        """Return whether they are those of a mean over views, see ``of_mean``."""
+        return WEIGHTS in self.settings
+
     def changed_from(self, other: Causes) -> tuple[str, ...]:
-        """Return the names of parts that differ, such as max_length, weights, tokenizer and rows."""
+        """Return the names of parts that differ, such as max_length, weights, tokenizer and rows.
+
+        A member that had no views, or has none any more, has other parts: then its views are named alone.
+        """
+        if self.is_mean != other.is_mean:
+            return ("views",)
         pairs = ((self.settings, other.settings), (self.content, other.content))
         names = [name for ours, theirs in pairs for name in (*changed(ours, theirs), *changed(theirs, ours))]
         return tuple(dict.fromkeys(names + [_ROWS] * (self.rows != other.rows)))

@@ -192,7 +192,10 @@ def changed_members(config: RunConfig, members: Collection[str], run_dir: Path) 
         models = compile_models([member], config.labels)
         weights = digests_of({WEIGHTS: [job.weight for job in jobs_of(models, member.name)]})
         before = _causes_of(rundir, member.name)
-        if member.counted_views and before is not None:
+        if before is not None and before.is_mean != bool(member.counted_views):
+            by_member[member.name] = ["views"]
+            continue
+        if before is not None and before.is_mean:
             names += changed(weights, before.settings)
         with suppress(EnsembleError):  # a file is missing
             for model in models:

@@ -22,6 +22,7 @@ from ensemble.jobs.work import write_shards
 from ensemble.members.registry import member_kind
 from ensemble.members.seq_cls.parent import SequenceClassifierSettings
 from ensemble.pipeline.load import load as load_config
+from ensemble.pipeline.prediction_files import changed_members
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.results import ResultWriter
@@ -305,6 +306,28 @@ def test_a_member_for_which_time_was_left_in_its_first_view_alone(make: Make, pr
     again = find_works(prepared, rundir, lambda text: None)["timed"]
     assert not again.is_complete
     assert [int(job.is_done.sum()) for job in again.jobs] == [len(rows), 5]
+
+
+def test_a_member_that_gets_or_loses_views_is_said_to_have_changed_in_its_views(
+    make: Make, project: Project
+) -> None:
+    views = [{"name": "one"}, {"name": "two", "prompt_template": "{{ text }}?"}]
+    plain = {"text_column": None, "prompt_template": "{{ text }}"}
+    with_views = make({**plain, "views": views})
+    rundir = RunDir(with_views.config.output_dir)
+    rundir.predictions_dir.mkdir(parents=True)
+    (member,) = find_works(with_views, rundir, lambda text: None).values()
+    for work in (member.predictions, *member.jobs):
+        rundir.manifest(work.name).write_text(json.dumps({"fingerprint": work.causes.to_dict()}))
+    without = make(plain)
+    texts: list[str] = []
+    find_works(without, rundir, texts.append)
+    assert texts == ["llama: views changed since its predictions were made; it runs again"]
+    changed = changed_members(without.config, ["llama"], rundir.root)
+    assert changed == {"llama": ["views"]}
+    rundir.manifest("llama").write_text(json.dumps({"fingerprint": first(without).to_dict()}))
+    changed = changed_members(make({**plain, "views": views}).config, ["llama"], rundir.root)
+    assert changed == {"llama": ["views"]}
 
 
 def test_a_member_that_is_not_trained_has_jobs_of_which_nothing_is_done(make: Make) -> None:
