@@ -77,7 +77,10 @@ def _cells(report: RunReport, member: MemberReport) -> list[str | int]:
         # The merge may find more rows than a worker had time to report.
         return [max(member.rows_done, report.merged_rows.get(member.name, 0)), "unfinished", *[""] * 4]
     if not member.workers_now:
-        return [member.rows, "reused" if member.replicas else "given", *[""] * 4]
+        if member.replicas:
+            return [member.rows, "reused", *[""] * 4]
+        # Its file may have rows that `when` leaves out.
+        return [report.merged_rows.get(member.name, member.rows), "given", *[""] * 4]
     where, peak_bytes = " GPU", member.peak("peak_gpu_memory_bytes")
     if not peak_bytes:
         where, peak_bytes = "", member.peak("peak_memory_bytes")

@@ -135,11 +135,11 @@ def test_rows_of_members_with_views_and_of_those_that_lack_some() -> None:
     reused = member("a", chunks=0, rows=2000, views={name: ViewReport(1.0, 1000) for name in views})
     stopped = member("b", phase="paused", status="unfinished", views=views)
     given = member("c", phase="done", replicas=0, rows=7)
-    rows = {"a": 1000, "b": 1000, "c": 7}
+    rows = {"a": 1000, "b": 1000, "c": 5}
     made = report(reused, stopped, given, status="time_limit", merged_rows=rows, partial_rows={"b": 400})
     messages = [line.split() for line in shown("runs.summary", made)]
     assert ["a", "2,000", "reused"] in messages, "each view counts, as where it has been computed"
-    assert ["c", "7", "given"] in messages
+    assert ["c", "5", "given"] in messages, "those that `when` selected, of all that its file has"
     with pytest.raises(TimeLimitReached, match=r"b 1,000 of 1,000 rows \(400 of them in some of its views"):
         raise_unless_complete(made)
 
