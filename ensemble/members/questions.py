@@ -26,7 +26,7 @@ TIMEOUT_SECONDS, SECONDS_PER_QUESTION = 300.0, 30.0
 # Names another folder than the user's cache.
 CACHE = "ENSEMBLE_CACHE"
 _NO_NETWORK = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-# How much of a file with weights is read for a question's key: the header of safetensors.
+# How much of a file with weights is read for a question's key, at most.
 _BEGINNING_BYTES = 1 << 20
 # Nobody sees its output, and no device is needed.
 _QUIET = {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "warning", "TOKENIZERS_PARALLELISM": "false"}
@@ -58,17 +58,23 @@ class Question:
         digest = sha256()
         spec = find_spec(self.module)
         sources = [] if spec is None or spec.origin is None else sorted(Path(spec.origin).parent.glob("*.py"))
-        limits = {
-            **dict.fromkeys((*sources, *self.files), -1),
-            **dict.fromkeys(self.weights, _BEGINNING_BYTES),
-        }
-        for path, limit in limits.items():
+        contents = [(path, path.read_bytes()) for path in (*sources, *self.files)]
+        contents += [(path, _header(path)) for path in self.weights]
+        for path, content in contents:
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            with path.open("rb") as file:
-                digest.update(file.read(limit))
+            digest.update(content)
         versions = installed_versions(self.packages)
         digest.update(json.dumps([self.arguments, versions], sort_keys=True, default=str).encode())
         return digest.hexdigest()
+
+
+def _header(path: Path) -> bytes:
+    """Return the beginning of a file with weights; of safetensors only names and shapes, which folds share."""
+    with path.open("rb") as file:
+        beginning = file.read(_BEGINNING_BYTES)
+    if path.suffix != ".safetensors":
+        return beginning
+    return beginning[: 8 + int.from_bytes(beginning[:8], "little")]
 
 
 @dataclass(frozen=True)

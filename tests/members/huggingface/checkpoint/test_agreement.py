@@ -154,6 +154,16 @@ def test_one_process_answers_for_all_and_its_answers_are_kept(
     assert processes == [3, 1]
 
 
+def test_checkpoints_of_folds_have_one_answer_in_the_cache(tmp_path: Path) -> None:
+    """Their weights differ in values alone; headers that were cut do not."""
+    folders = [make_checkpoint(tmp_path / str(seed), "llama", LABELS, seed=seed) for seed in (1, 2)]
+    first, second = (checkpoint_question(MODEL, folder, CLASSIFIER).key() for folder in folders)
+    assert first == second
+    weights = folders[1] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert checkpoint_question(MODEL, folders[1], CLASSIFIER).key() != first
+
+
 def test_a_process_that_dies_is_a_problem(
     intact: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
