@@ -93,9 +93,8 @@ class PlainDisplay(QuietDisplay):
                 fraction = -1.0
                 if phase == "predicting" and not state.has_rows:
                     text = f"training {listed(state.in_hand, show=str)}"
-                elif (
-                    phase == "predicting" and name not in self._begun
-                ):  # the next checkpoint says how far it is
+                # The second time, as for its next checkpoint, the member says how far it is.
+                elif phase == "predicting" and name not in self._begun:
                     self._begun.add(name)
                     views = f" of {state.jobs} views" if state.jobs > 1 else ""
                     rows = plural(state.rows - state.reused_rows, "row")

@@ -235,18 +235,18 @@ def _jobs(
     member: MemberConfig, settings: MemberConfig, labels: Sequence[str], deciders: tuple[Decider, ...]
 ) -> Iterator[Job]:
     """Yield the jobs of one of the member's models; ``deciders`` are of the members before it."""
-    of_member = None if member.when is None else Selection(member.name, member.when, deciders)
+    member_selection = None if member.when is None else Selection(member.name, member.when, deciders)
     if not settings.counted_views:
         phase = AS_TIME_ALLOWS if takes_time_left(member.when) else FIRST
-        yield Job(member.name, "", settings, selection=of_member, phase=phase)
+        yield Job(member.name, "", settings, selection=member_selection, phase=phase)
     numbers = {view.name: number for number, view in enumerate(member.counted_views)}
     for view in settings.counted_views:
-        name, number, selection = job_name(member.name, view.name), numbers[view.name], of_member
+        name, number, selection = job_name(member.name, view.name), numbers[view.name], member_selection
         if view.when is not None:
             weighted = member if member.has_weight else member.model_copy(update={"weight": 1.0})
             views_before = _decider(weighted, number)
             also = (views_before,) if views_before.jobs else ()
-            selection = Selection(name, view.when, (*deciders, *also), of_member)
+            selection = Selection(name, view.when, (*deciders, *also), member_selection)
         phase = LATER if number else FIRST
         if selection is not None and selection.takes_time_left:
             phase = AS_TIME_ALLOWS

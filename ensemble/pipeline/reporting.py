@@ -187,13 +187,13 @@ class RunState:
         Nothing of an earlier run's jobs was read again then, unless some of them may lack rows.
         """
         rows = self.results.job_rows.get(job.name)
-        (of_job,) = (each for each in work.jobs if each.name == job.name)
+        job_work = work.job(job.name)
         selected = self.selections.rows_of(job.name)
         if work.is_complete:
-            is_counted = np.ones_like(of_job.is_done) if job.selection is None else of_job.is_done
+            is_counted = np.ones_like(job_work.is_done) if job.selection is None else job_work.is_done
             rows = int((is_counted if selected is None else is_counted & selected).sum())
         when = None if job.own_selection is None else job.own_selection.when
-        return ViewReport(job.weight, rows, of_job.causes.digest, self._cascade(when, job.name, selected))
+        return ViewReport(job.weight, rows, job_work.causes.digest, self._cascade(when, job.name, selected))
 
     def _cascade(
         self, when: When | None, name: str, rows: npt.NDArray[np.bool_] | None

@@ -88,8 +88,7 @@ class ResultWriter:
         """
         member = self._works[model.member]
         if not member.is_complete:
-            jobs = {job.name: job for job in member.jobs}
-            works = [jobs[job.name] for job in model.jobs]
+            works = [member.job(job.name) for job in model.jobs]
             demand_unchanged(self._prepared, model, works)
             for work in works:
                 if not work.is_complete:

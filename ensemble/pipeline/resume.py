@@ -62,6 +62,10 @@ class MemberWork:
     def is_complete(self) -> bool:
         return self.predictions.is_complete
 
+    def job(self, name: str) -> Work:
+        """Return the work of a job of the member."""
+        return next(work for work in self.jobs if work.name == name)
+
     @property
     def sources(self) -> tuple[Work, ...]:
         """Return what need not be computed again: complete predictions, or else what there is of the jobs."""

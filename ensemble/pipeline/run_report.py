@@ -25,8 +25,8 @@ from ensemble.planning.forecast import Speed
 from ensemble.scheduling.records import Failure, FaultRecord, Gap, NodeChange, WorkerRecord
 from ensemble.scheduling.state import Phase
 
-# ``time_limit``: merged, but not with all rows of all members.
 SCHEMA: Final = "ensemble run 1"  # another number: run.json of other versions is refused
+# ``time_limit``: merged, but not with all rows of all members.
 Status = Literal["running", "complete", "time_limit", "failed", "interrupted"]
 PeakName = Literal["peak_memory_bytes", "peak_gpu_memory_bytes", "peak_gpu_allocated_bytes"]
 MERGED: Final = ("complete", "time_limit")  # the statuses of runs that have written an ensemble

@@ -46,7 +46,7 @@ class Selections:
         self._rundir = rundir
         self._works = works
         self._jobs = {job.name: job for model in prepared.models for job in model.jobs}
-        self._selections = _selections_of(prepared.models)
+        self._selections = _selections_in_order(prepared.models)
         # The selected rows, bool [rows], and how unsure each row is, [rows].
         self._selected: dict[str, tuple[_Rows, _Values]] = {}
         # The rows that there was time for, bool [rows], by job.
@@ -114,7 +114,7 @@ class Selections:
         return member.predictions.is_done if member.is_complete else self._work_of(job).is_done
 
     def _work_of(self, job: str) -> Work:
-        return next(work for work in self._works[member_of(job)].jobs if work.name == job)
+        return self._works[member_of(job)].job(job)
 
     def end(self, *jobs: str, is_left_out: bool = False) -> set[str]:
         """Note that jobs have ended or failed, and return the members of which rows are selected by that."""
@@ -194,7 +194,7 @@ class Selections:
         return values
 
 
-def _selections_of(models: Sequence[Model]) -> dict[str, Selection]:
+def _selections_in_order(models: Sequence[Model]) -> dict[str, Selection]:
     """Return all selections by their names; those that decide about others come before them."""
     members = dict.fromkeys(model.member for model in models)
     return selections_of(job for member in members for job in jobs_of(models, member))
@@ -221,7 +221,7 @@ def expected_shares(
             otherwise they are left out.
     """
     place = place or f"in {shown_path(folder)}"
-    selections = _selections_of(models)
+    selections = _selections_in_order(models)
     deciders = {
         name
         for selection in selections.values()
