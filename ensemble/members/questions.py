@@ -13,7 +13,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ class Question:
             file or a package that the key does not know may mend ``problems`` of an answer: those are asked again.
         arguments: as JSON can hold them; the answer depends on them and not on the folder's name.
         names: further arguments, of which only the words of problems depend.
-        files, weights: those that the answer depends on; of weights on their headers.
+        files, weights: those that the answer depends on, the module's own among them; of weights on their headers.
         packages: whose versions the answer depends on.
     """
 
@@ -56,9 +55,7 @@ class Question:
     def key(self) -> str:
         """Return a digest of all that the answer depends on; raise OSError if a file cannot be read."""
         digest = sha256()
-        spec = find_spec(self.module)
-        sources = [] if spec is None or spec.origin is None else sorted(Path(spec.origin).parent.glob("*.py"))
-        contents = [(path, path.read_bytes()) for path in (*sources, *self.files)]
+        contents = [(path, path.read_bytes()) for path in self.files]
         contents += [(path, _header(path)) for path in self.weights]
         for path, content in contents:
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())

@@ -48,6 +48,8 @@ _PACKAGES = tuple(
     "transformers torch accelerate tokenizers sentencepiece protobuf tiktoken mistral-common timm pillow peft "
     "bitsandbytes".split()
 )
+# The code whose judgement an answer is: another version of it is asked anew.
+_JUDGES = Path(__file__).parents[1]
 _FILES = ("*config.json", "*.index.json", *TOKENIZER_FILES)
 _CROSS_ENCODER_FILE = "config_sentence_transformers.json"
 _ACTIVATIONS: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "none"}
@@ -177,7 +179,7 @@ def checkpoint_question(
             "training": training,
         },
         names={"name": model.model_name_or_path},
-        files=(Path(__file__).with_name("facts.py"), *sorted(small)),
+        files=(*sorted(_JUDGES.rglob("*.py")), *sorted(small)),
         weights=tuple(path for path in weights if path.is_file()),
         packages=_PACKAGES,
     )

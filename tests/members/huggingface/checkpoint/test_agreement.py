@@ -164,6 +164,17 @@ def test_checkpoints_of_folds_have_one_answer_in_the_cache(tmp_path: Path) -> No
     assert checkpoint_question(MODEL, folders[1], CLASSIFIER).key() != first
 
 
+def test_an_answer_depends_on_all_code_that_judges_a_checkpoint(intact: dict[str, Path]) -> None:
+    """So that no answer of an older version is taken from the cache."""
+    show = "for name in [*sys.modules]: print(getattr(sys.modules[name], '__file__', ''))"
+    command = f"import sys, {DESCRIBE}\n{show}"
+    imported = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    room = Path(ensemble.__file__).parent / "members" / "huggingface"
+    judges = {Path(line) for line in imported.stdout.splitlines() if line.startswith(str(room))}
+    assert len(judges) > 10
+    assert judges <= {*checkpoint_question(MODEL, intact["llama"], CLASSIFIER).files}
+
+
 def test_a_process_that_dies_is_a_problem(
     intact: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
