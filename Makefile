@@ -10,7 +10,7 @@ CONFIG ?= configs/demo.yaml
 MINUTES ?= 10
 
 .PHONY: help run test test-all test-release test-gpu test-releases overlays bench bench-quick bench-share bench-gpu soak \
-	lint types unit rest format demo release clean
+	lint types unit rest format docs demo release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make bench   measure against other ways to do the same, into docs/benchmarks.md (an hour)"
 	@echo "make bench-quick  the same code on few rows, in two minutes; bench-gpu  on a GPU, with PYTHON= and ONLY= as above"
 	@echo "make soak    kill runs at random moments for MINUTES=10, resume each until it is done, and compare the files"
+	@echo "make docs    build the documentation site into site/index.html; broken links are errors"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make demo    train the demo models again (needs Debian's wordnet-base; about 25 minutes)"
 	@echo "make release TAG=v0.1.0  build a release of the last commit into dist/, if TAG is the version"
@@ -94,6 +95,11 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Material's notice that it has a successor is no warning of this build.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "documentation: site/index.html"
+
 demo: $(VENV)/.dev
 	$(BIN)/python scripts/make_demo.py
 	$(BIN)/python scripts/demo_small_tables.py
@@ -104,7 +110,7 @@ release: $(VENV)/.dev
 	@$(BIN)/python scripts/release.py '$(TAG)'
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (a minute or two, most of it PyTorch) ..."
@@ -118,6 +124,12 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) -e '.[dev]'
 	@$(COMPILE)
+	@touch $@ $(VENV)/.runtime $(VENV)/.docs
+
+$(VENV)/.docs: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) with the documentation tools ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -e '.[docs]'
 	@touch $@ $(VENV)/.runtime
 
 $(VENV)/.bench: pyproject.toml constraints.txt

@@ -1,4 +1,4 @@
-"""Writes docs/config.md and docs/config.schema.json from the pydantic models: ``python scripts/make_reference.py``.
+"""Writes docs/reference/config.md and docs/config.schema.json from the pydantic models: ``python scripts/make_reference.py``.
 
 What a key means is the comment behind it in the model's source.  A test keeps both files in step.
 """
@@ -40,25 +40,20 @@ from ensemble.config.values import MustBe  # noqa: E402
 from ensemble.members.registry import KINDS  # noqa: E402
 from ensemble.merging.methods import METHODS  # noqa: E402
 
-PAGE, SCHEMA = ROOT / "docs" / "config.md", ROOT / "docs" / "config.schema.json"
+PAGE, SCHEMA = ROOT / "docs" / "reference" / "config.md", ROOT / "docs" / "config.schema.json"
 INTRODUCTION = """\
 # The keys of a config
 
-Made by `scripts/make_reference.py` from the models that check a config. Editors take the same from
-[`config.schema.json`](config.schema.json): with the first line
+`scripts/make_reference.py` makes this page from the models that check a config. Editors read the same keys from
+[`config.schema.json`](../config.schema.json): with this first line they complete keys and mark mistakes.
 
 ```yaml
 # yaml-language-server: $schema=docs/config.schema.json
 ```
 
-(the path or the address of that file) they complete keys and mark mistakes. `ensemble validate` finds more: it
-knows the rules that tie keys together, the table and the models.
-
-Every command takes several files: what a later one says takes the place of what an earlier one says
-([how](running.md#several-config-files)); `--set models.gemma2.weight=0.5` comes last. In texts `${NAME}` is an
-environment variable, and `${CONFIG_DIR}` the folder of the YAML file in which it stands; other relative paths start
-at the working directory. Everything under `defaults` counts for every model whose kind has that key and that does
-not say otherwise. How a run behaves: [running.md](running.md).
+The path may also be an address. `ensemble validate` finds more than an editor: it knows the rules that tie keys
+together, the table and the models. [Several config files, `--set` and `${NAME}`](../how-to/several-configs.md) has
+its own page. A key under `defaults` counts for every model whose kind has that key and that does not set it.
 """
 
 
@@ -79,7 +74,7 @@ def methods() -> dict[str, type[EnsembleConfig]]:
 
 
 def page() -> str:
-    """docs/config.md."""
+    """docs/reference/config.md."""
     parts = [INTRODUCTION]
     for title, model in (
         ("The run", RunConfig),

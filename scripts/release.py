@@ -1,6 +1,6 @@
 """Builds a release of the last commit into dist/: ``python scripts/release.py v0.1.0``.
 
-Refuses a tag other than ``ensemble.__version__``, a checkout with changes, project URLs that are placeholders and a
+Refuses a tag other than ``ensemble.__version__``, a checkout with changes, a project without an address and a
 changelog without a date.  The README's links lead to the tag's files, since relative ones lead nowhere on an index.
 Needs git, and setuptools 77 or newer.
 """
@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACEHOLDER = ".invalid"  # a domain that can never exist
 RELATIVE_LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 # As a build front end does it, in the folder of the sources.
 BUILD = "import sys; from setuptools.build_meta import *; to = sys.argv[1]; build_sdist(to); build_wheel(to)"
@@ -61,21 +60,18 @@ def problems_of(source: Path, tag: str) -> Iterator[str]:
             f"the tag {tag} is not v{version}, of ensemble.__version__; set __version__ in "
             f"ensemble/common/version.py, or release v{version}"
         )
-    if PLACEHOLDER in home(source):
-        yield (
-            "pyproject.toml: [project.urls] names no real address yet; put the repository's in place of "
-            f"{home(source)}"
-        )
+    if not home(source):
+        yield "pyproject.toml: [project.urls] has no Source; add the table with the repository's address"
     changelog = (source / "CHANGELOG.md").read_text(encoding="utf-8")
     if not re.search(rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE):
         yield f"CHANGELOG.md has no heading '## {version} - YYYY-MM-DD'; date the one of this release"
 
 
 def home(source: Path) -> str:
-    """The repository's address."""
+    """Return the repository's address, or an empty text before there is one."""
     with (source / "pyproject.toml").open("rb") as file:
-        url: str = tomllib.load(file)["project"]["urls"]["Source"]
-    return url
+        urls: dict[str, str] = tomllib.load(file)["project"].get("urls", {})
+    return urls.get("Source", "")
 
 
 def with_absolute_links(text: str, home: str, tag: str) -> str:

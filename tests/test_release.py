@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -19,12 +18,11 @@ from tests.test_packaging import tracked
 from tests.waiting import PATIENCE_SECONDS
 
 HOME = "https://code.example.org/ensemble-runner"
-PLACEHOLDER = "https://ensemble-runner.invalid"
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A repository of this project's files, with a home and a dated changelog, so that it can be released."""
+    """A repository of this project's files, with a dated changelog."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("not a checkout")
     pytest.importorskip("setuptools", minversion="77")
@@ -34,7 +32,6 @@ def checkout(tmp_path: Path) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, folder / name)
     git(folder, "init", "--quiet")
-    set_home(folder, HOME)
     date_changelog(folder, "2026-11-24")
     return folder
 
@@ -44,13 +41,13 @@ def git(folder: Path, *arguments: str) -> None:
     subprocess.run(["git", *author, *arguments], cwd=folder, check=True, capture_output=True)
 
 
-def set_home(folder: Path, url: str) -> None:
-    """Put another address in front of all project URLs."""
+def set_home(folder: Path) -> None:
+    """Add the table of project URLs, which waits for the repository's address."""
     path = folder / "pyproject.toml"
+    urls = f'[project.urls]\nSource = "{HOME}"\nIssues = "{HOME}/issues"\n\n'
     text = path.read_text(encoding="utf-8")
-    with path.open("rb") as file:
-        before = tomllib.load(file)["project"]["urls"]["Source"]
-    path.write_text(text.replace(before, url), encoding="utf-8")
+    assert "[project.urls]" not in text
+    path.write_text(text.replace("[project.scripts]", f"{urls}[project.scripts]"), encoding="utf-8")
 
 
 def date_changelog(folder: Path, date: str) -> None:
@@ -78,6 +75,7 @@ def release(folder: Path, tag: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.long
 def test_a_tag_other_than_the_version_is_refused(checkout: Path) -> None:
+    set_home(checkout)
     commit(checkout)
     done = release(checkout, "v99.0")
     assert done.returncode == 2
@@ -89,7 +87,6 @@ def test_a_tag_other_than_the_version_is_refused(checkout: Path) -> None:
 
 
 def test_what_is_not_ready_is_refused_at_once(checkout: Path) -> None:
-    set_home(checkout, PLACEHOLDER)
     date_changelog(checkout, "unreleased")
     commit(checkout)
     (checkout / "README.md").write_text("Not committed.\n", encoding="utf-8")
@@ -97,13 +94,14 @@ def test_what_is_not_ready_is_refused_at_once(checkout: Path) -> None:
     assert done.returncode == 2
     changed, address, changelog = done.stderr.splitlines()
     assert changed == "error: README.md differs from HEAD; commit the change or undo it"
-    assert address.startswith("error: pyproject.toml: [project.urls] names no real address yet; put the")
+    assert address.startswith("error: pyproject.toml: [project.urls] has no Source; add the table")
     assert changelog.startswith(f"error: CHANGELOG.md has no heading '## {__version__} - YYYY-MM-DD'; date")
     assert not (checkout / "dist").exists()
 
 
 @pytest.mark.long
 def test_every_link_of_the_index_page_leads_to_the_tag(checkout: Path) -> None:
+    set_home(checkout)
     commit(checkout)
     done = release(checkout, f"v{__version__}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -115,7 +113,7 @@ def test_every_link_of_the_index_page_leads_to_the_tag(checkout: Path) -> None:
         metadata = email.message_from_string(opened.read(name).decode("utf-8"))
     assert metadata["Version"] == __version__
     urls = dict(line.split(", ") for line in metadata.get_all("Project-URL", []))
-    assert set(urls) == {"Source", "Documentation", "Changelog", "Issues"}
+    assert set(urls) == {"Source", "Issues"}
     assert all(url.startswith(HOME) for url in urls.values())
     page = str(metadata.get_payload())
     links = re.findall(r"\]\(([^)]*)\)", page)

@@ -361,7 +361,7 @@ class _Checker:
             return sentence
         verb = "has" if len(names) == 1 else "have"
         task_type = kind.model_fields["task_type"].default
-        return f"no key of task_type {task_type}; {', '.join(names)} {verb} it (docs/config.md)"
+        return f"no key of task_type {task_type}; {', '.join(names)} {verb} it (docs/reference/config.md)"
 
     def _named(
         self, base: type[M], key: str, loc: Loc, values: dict[str, Any], by_name: Mapping[str, type[M]]

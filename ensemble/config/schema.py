@@ -432,7 +432,7 @@ class MemberConfig(StrictConfig):
     """Describe a member of the ensemble: the keys that all kinds have. A kind's own keys are in a subclass."""
 
     name: Name = Field(examples=["gemma2"])  # also a file name, so unique in upper and lower case
-    task_type: TaskType = "seq_cls"  # the kind, built in or from an installed package; see docs/members.md
+    task_type: TaskType = "seq_cls"  # the kind, built in or from an installed package; see docs/reference/members.md
     # Weight in the merge, relative to the other members; or a weight for each label or length bin.
     weight: Weight = 1.0
     calibration: CalibrationConfig | None = None  # correction of its probabilities at the merge
@@ -775,7 +775,7 @@ class RunConfig(StrictConfig):
     limit: Count | None = None  # only the first rows of the table
     seed: Seed = 0  # random seed
     devices: DeviceList | None = None  # the GPUs to use; None: all visible ones
-    # Where workers run: local, ray (docs/cluster.md), or {name: {settings}}.
+    # Where workers run: local, ray (docs/how-to/ray.md), or {name: {settings}}.
     launcher: Launcher | LauncherSettings = "local"
     max_workers_per_gpu: Count = 1  # workers that share a GPU
     cpu_workers: Count | Literal["auto"] = "auto"  # workers at a time on a CPU, which share its cores

@@ -80,7 +80,7 @@ def test_a_model_has_the_keys_of_its_kind_and_no_others(problems: Problems) -> N
     assert messages == (
         "models[1].path (line 12): required, for example path: mate.csv",
         "models[1].max_length (line 13): no key of task_type csv; seq_cls, pooled_cls, causal_lm have it "
-        "(docs/config.md)",
+        "(docs/reference/config.md)",
         "models[1].file (line 14): unknown key; use path",
     )
     content = both({})
@@ -110,4 +110,4 @@ def test_a_package_that_is_broken_hides_no_unknown_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([path], (), {"mean": EnsembleConfig}, kinds)
     (problem,) = caught.value.problems
-    assert problem.endswith("; seq_cls has it (docs/config.md)")
+    assert problem.endswith("; seq_cls has it (docs/reference/config.md)")

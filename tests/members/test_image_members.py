@@ -196,7 +196,7 @@ def test_mistakes_are_named_before_a_model_loads(project: Project) -> None:
     assert "required, for example image_column: image" in problems(**right, image_column=None)
     assert "unknown key; use image_folder" in problems(image_dir="pictures")
     assert "image classifiers load no adapters; merge it" in problems(**right, adapter_name_or_path="lora")
-    assert "image_cls; seq_cls, pooled_cls, causal_lm have it (docs/config.md)" in problems(
+    assert "image_cls; seq_cls, pooled_cls, causal_lm have it (docs/reference/config.md)" in problems(
         **right, max_length=4
     )
     reader = {"name": "eyes", "model_name_or_path": "models/eyes", "text_column": "image"}
