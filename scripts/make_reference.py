@@ -1,4 +1,6 @@
-"""Writes docs/reference/config.md and docs/config.schema.json from the pydantic models: ``python scripts/make_reference.py``.
+"""Writes docs/reference/config.md and docs/config.schema.json from the pydantic models.
+
+Run it as ``python scripts/make_reference.py``.
 
 What a key means is the comment behind it in the model's source.  A test keeps both files in step.
 """

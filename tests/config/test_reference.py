@@ -1,4 +1,4 @@
-"""docs/reference/config.md and docs/config.schema.json are in step with the models, and the schema with the loader."""
+"""The config reference and docs/config.schema.json are in step with the models, and the schema with the loader."""
 
 from __future__ import annotations
 
