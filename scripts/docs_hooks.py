@@ -1,8 +1,8 @@
 """Adds to the documentation site what lies outside docs/: see ``hooks`` in mkdocs.yml.
 
 The home page is README.md, and the changelog and other pages of the root have their places in the site. Typer makes
-the reference of the commands from their help. Files that a page links to, such as configs, are copied, so that links
-between files work on disk and in the site.
+the reference of the commands from their help. Files that a page links to, such as configs, are copied, so that all
+links work on disk and in the site.
 """
 
 from __future__ import annotations

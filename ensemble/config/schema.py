@@ -432,7 +432,9 @@ class MemberConfig(StrictConfig):
     """Describe a member of the ensemble: the keys that all kinds have. A kind's own keys are in a subclass."""
 
     name: Name = Field(examples=["gemma2"])  # also a file name, so unique in upper and lower case
-    task_type: TaskType = "seq_cls"  # the kind, built in or of an installed package; docs/reference/members.md
+    task_type: TaskType = (
+        "seq_cls"  # the kind, built in or of an installed package; docs/reference/members.md
+    )
     # Weight in the merge, relative to the other members; or a weight for each label or length bin.
     weight: Weight = 1.0
     calibration: CalibrationConfig | None = None  # correction of its probabilities at the merge
