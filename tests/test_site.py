@@ -1,0 +1,41 @@
+"""The documentation site, built strictly: broken links and anchors and pages outside the navigation are errors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ensemble
+from tests.project import ROOT
+from tests.waiting import PATIENCE_SECONDS
+
+
+def test_the_site_has_every_page_command_and_function(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "a site")],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout
+    pages = {
+        path.relative_to(tmp_path / "a site").as_posix(): path.read_text(encoding="utf-8")
+        for path in (tmp_path / "a site").rglob("*.html")
+    }
+    written = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
+    assert {path.as_posix() for path in written} <= set(pages)
+    assert {"index.html", "project/changelog.html", "project/security.html"} <= set(pages)
+    for command in ("run", "train", "validate", "plan", "init", "merge", "fit", "compare", "report", "doctor"):
+        assert f'id="ensemble-{command}"' in pages["reference/cli.html"], command
+    for name in ensemble.__all__:
+        assert f'.{name}"' in pages["reference/api.html"], f"name {name} in docs/reference/api.md"
+    for name, page in pages.items():
+        assert "https://fonts." not in page, f"{name} asks another server"
