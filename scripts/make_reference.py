@@ -39,10 +39,16 @@ from ensemble.config.schema import (  # noqa: E402
     TuningConfig,
 )
 from ensemble.config.values import MustBe  # noqa: E402
+from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings  # noqa: E402
 from ensemble.members.registry import KINDS  # noqa: E402
 from ensemble.merging.methods import METHODS  # noqa: E402
 
 PAGE, SCHEMA = ROOT / "docs" / "reference" / "config.md", ROOT / "docs" / "config.schema.json"
+# Keys that several kinds have, by the titles of their sections.
+SHARED: dict[str, type[MemberConfig]] = {
+    "`models` with a checkpoint": HuggingFaceSettings,
+    "`models` that read text": TextSettings,
+}
 INTRODUCTION = """\
 # The keys of a config
 
@@ -97,9 +103,14 @@ def page() -> str:
             parts += [section(f"`ensemble` with `method: {name}`", method, own)]
     parts += [section("`models`: every kind", MemberConfig, MemberConfig.model_fields)]
     parts += [section("`calibration` of a model", CalibrationConfig, CalibrationConfig.model_fields)]
+    for title, shared in SHARED.items():
+        names = ", ".join(f"`{name}`" for name, kind in kinds().items() if issubclass(kind, shared))
+        parts += [section(title, shared, own_keys(shared), f"These keys belong to {names}.")]
     for name, kind in kinds().items():
-        own = [key for key in kind.model_fields if key not in MemberConfig.model_fields]
-        parts += [section(f"`models` with `task_type: {name}`", kind, own)]
+        more = [title for title, shared in SHARED.items() if issubclass(kind, shared)]
+        links = " and ".join(f"[{title}](#{slug(title)})" for title in more)
+        text = f"It also has the keys of {links}." if more else ""
+        parts += [section(f"`models` with `task_type: {name}`", kind, own_keys(kind), text)]
     seen: set[str] = set()
     keys: set[str] = set()
     for name, kind in kinds().items():
@@ -130,7 +141,25 @@ def inner_models(hint: Any) -> Iterator[type[BaseModel]]:
         yield from inner_models(part)
 
 
-def section(title: str, model: type[BaseModel], keys: Mapping[str, object] | list[str]) -> str:
+def own_keys(model: type[BaseModel]) -> list[str]:
+    """Return the keys that a model adds to those of the sections before it, or redefines."""
+    before: list[type[MemberConfig]] = [MemberConfig, *(one for one in SHARED.values() if one is not model)]
+    known = {key for base in before if issubclass(model, base) for key in base.model_fields}
+    return [
+        key
+        for key in model.model_fields
+        if key not in known or (key in model.__annotations__ and key != "task_type")
+    ]
+
+
+def slug(title: str) -> str:
+    """Return a heading's anchor."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def section(
+    title: str, model: type[BaseModel], keys: Mapping[str, object] | list[str], more: str = ""
+) -> str:
     meanings, hints = comments(model), get_type_hints(model, include_extras=True)
     rows = []
     for key in keys:
@@ -144,7 +173,8 @@ def section(title: str, model: type[BaseModel], keys: Mapping[str, object] | lis
         held = " or ".join(dict.fromkeys(phrases(hints[key])))
         cells = (f"`{key}`", held, default, meanings.get(key, ""))
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    head = f"## {title}\n\n{in_short(model)}\n\n| key | holds | default | |\n|---|---|---|---|\n"
+    about = " ".join([in_short(model), more]).strip()
+    head = f"## {title}\n\n{about}\n\n| key | holds | default | |\n|---|---|---|---|\n"
     return head + "\n".join(rows) + "\n"
 
 

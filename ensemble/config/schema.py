@@ -432,9 +432,7 @@ class MemberConfig(StrictConfig):
     """Describe a member of the ensemble: the keys that all kinds have. A kind's own keys are in a subclass."""
 
     name: Name = Field(examples=["gemma2"])  # also a file name, so unique in upper and lower case
-    task_type: TaskType = (
-        "seq_cls"  # the kind, built in or of an installed package; docs/reference/members.md
-    )
+    task_type: TaskType = "seq_cls"  # kind of member: built in, or from an installed package
     # Weight in the merge, relative to the other members; or a weight for each label or length bin.
     weight: Weight = 1.0
     calibration: CalibrationConfig | None = None  # correction of its probabilities at the merge
@@ -768,7 +766,7 @@ class RunConfig(StrictConfig):
     # The members; common keys can stand under defaults.
     models: Models = Field(examples=["[{name: a, model_name_or_path: models/a, text_column: text}]"])
     ensemble: Ensemble = Field(default_factory=EnsembleConfig)  # how probabilities are merged
-    training: TrainingConfig | None = None  # of the members with train; None: they learn the run's own table
+    training: TrainingConfig | None = None  # table and folds for members with train; None: the run's table
     rules: RuleList | None = None  # values for rows that meet a condition, instead of the merged ones
     submission: SubmissionConfig | None = None  # left out: no submission is written
     output_dir: Folder = Field(examples=["runs/first"])  # folder for all files of the run

@@ -57,27 +57,27 @@ class HuggingFaceSettings(MemberConfig):
     """A member's checkpoint, how it is loaded, and what it may take of the machine."""
 
     model_name_or_path: Source = Field(examples=["models/gemma-2-9b"])  # a folder, or a name on the hub
-    train: TrainConfig | None = None  # trains the member; then model_name_or_path may be left out
-    revision: Text | None = None  # the hub's branch, tag or commit; a commit with trust_remote_code
+    train: TrainConfig | None = None  # how to train the member; model_name_or_path may then be left out
+    revision: Text | None = None  # branch, tag or commit on the hub; a commit with trust_remote_code
     adapter_name_or_path: Source | None = None  # a LoRA adapter of peft, a folder or a name on the hub
-    merge_adapter: bool = False  # into the weights; False: computed beside them, as in training
+    merge_adapter: bool = False  # merge it into the weights; False: compute it beside them, as in training
     batch_size: Count | Literal["auto"] = "auto"  # rows in one forward pass
     max_num_batched_tokens: Count | None = None  # tokens in one forward pass, padding included
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # of the weights
-    quantization_config: Settings | None = None  # such as {load_in_4bit: true}
-    attn_implementation: Text | None = None  # such as sdpa, eager, capped_blocks
-    torch_compile: bool = False  # by torch.compile: slower to load, faster to compute
-    allow_tf32: bool = False  # float32 products in TF32, faster and good to three digits; from Ampere on
-    expandable_segments: bool = True  # of torch's allocator on GPUs; off on WSL, and some vGPUs need false
-    max_split_size_mb: SplitSize | None = None  # of torch's allocator: the older remedy for fragments
-    num_gpus: Devices | None = None  # for each replica; 0: the CPU; None: one if there is any GPU
-    replicas: Count | Literal["auto"] = "auto"  # loaded copies that share the rows
-    device_map: Text | Settings | None = None  # of accelerate, such as auto or {model: 0, score: cpu}
-    max_memory: MaxMemory | None = None  # the weights' share of each GPU of the lease, and of cpu: offload
-    offload_folder: Folder | None = None  # where weights go that fit nowhere else
-    trust_remote_code: bool = False  # runs code from the hub, which therefore demands a revision
-    allow_pickle: bool = False  # weights in .bin files, of which torch reads tensors only
-    model_kwargs: Settings = Field(default_factory=dict)  # for the model's from_pretrained
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # precision of the weights
+    quantization_config: Settings | None = None  # quantize at loading, such as {load_in_4bit: true}
+    attn_implementation: Text | None = None  # attention kernel: sdpa, eager, capped_blocks, ...; None: chosen
+    torch_compile: bool = False  # use torch.compile: loads slower, computes faster
+    allow_tf32: bool = False  # compute float32 products in TF32: faster, three digits; Ampere and newer
+    expandable_segments: bool = True  # setting of torch's GPU allocator; off on WSL; some vGPUs need false
+    max_split_size_mb: SplitSize | None = None  # setting of torch's GPU allocator against fragments
+    num_gpus: Devices | None = None  # GPUs of each replica; 0: the CPU; None: one, where there is a GPU
+    replicas: Count | Literal["auto"] = "auto"  # loaded copies, which share the rows
+    device_map: Text | Settings | None = None  # as in accelerate, such as auto or {model: 0, score: cpu}
+    max_memory: MaxMemory | None = None  # memory for weights on each GPU, and on cpu (offload)
+    offload_folder: Folder | None = None  # folder for weights that fit neither GPUs nor host memory
+    trust_remote_code: bool = False  # run the checkpoint's code; a model on the hub needs a revision
+    allow_pickle: bool = False  # read weights in .bin files; torch takes tensors only
+    model_kwargs: Settings = Field(default_factory=dict)  # further arguments of the model's from_pretrained
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "model_name_or_path": "model model_path model_name model_id path checkpoint pretrained",
@@ -346,19 +346,19 @@ TextViews = Annotated[tuple[TextView, ...], MustBe("a list of views", list)]
 class TextSettings(HuggingFaceSettings, ReaderConfig):
     """Set how a member reads a row's text; exactly one of ``prompt_template`` and ``text_column`` is set."""
 
-    adapters: AveragedAdapters | None = None  # several adapters that are averaged into one
-    prompt_template: Text | None = None  # Jinja, over the row's columns
-    text_column: Column | Columns | None = None  # fed as it stands; two columns are a pair of sentences
-    max_length: Count | None = None  # tokens; a longer row is cut; None: the checkpoint's own limit
-    truncation_side: Literal["left", "right"] | None = None  # None: the tokenizer's own
-    truncation: TruncationConfig | None = None  # column by column; None: whatever stands at one end is cut
-    add_special_tokens: bool = True  # False where the template holds them already
-    # Ways in which it gets each row, each with a name of its own; left out: every row once, as it is.
+    adapters: AveragedAdapters | None = None  # average several adapters into one
+    prompt_template: Text | None = None  # prompt as a Jinja template over the row's columns
+    text_column: Column | Columns | None = None  # column with the text; two columns: a pair of texts
+    max_length: Count | None = None  # most tokens of a row, longer rows are cut; None: the checkpoint's limit
+    truncation_side: Literal["left", "right"] | None = None  # end to cut; None: the tokenizer's own
+    truncation: TruncationConfig | None = None  # how to cut long columns of a prompt; None: cut one end
+    add_special_tokens: bool = True  # False: the template has the special tokens already
+    # Views of each row, whose predictions are averaged; left out: every row once, as it is.
     views: TextViews | None = Field(
         default=None,
         examples=["[{name: as_is}, {name: swapped, swap: {columns: [a, b], labels: [a_wins, b_wins]}}]"],
     )
-    tokenizer_kwargs: Settings = Field(default_factory=dict)  # for the tokenizer's from_pretrained
+    tokenizer_kwargs: Settings = Field(default_factory=dict)  # further arguments of its from_pretrained
 
     older_keys: ClassVar[Mapping[str, str]] = {
         **HuggingFaceSettings.older_keys,
