@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from ensemble import api
 from ensemble.cli.layout import page_width, show, show_json, wrapped
 from ensemble.common.errors import EnsembleError, Interrupted
 from ensemble.common.protocol import Activation
-from ensemble.common.text import plural
+from ensemble.common.text import plural, shown_path
 from ensemble.common.version import __version__
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -148,6 +149,28 @@ app = typer.Typer(
 _Limit = Annotated[int | None, option("--limit", "N", min=1, help="Use only the first N rows.")]
 _Json = Annotated[bool, option("--json", help="Print one JSON object instead; keys: docs/running.md.")]
 _Quiet = Annotated[bool, option("--quiet -q", help="Print nothing but errors.")]
+
+
+@app.command()
+def demo(
+    copy_to: Annotated[
+        Path | None, option("--copy", "FOLDER", help="Only write the demo's files into FOLDER; run nothing.")
+    ] = None,
+) -> None:
+    """Run two small models over a table, to see a run and its report. Needs no files: writes ./ensemble-demo."""
+    from ensemble.commands.demo import write_demo
+
+    folder = Path("ensemble-demo") if copy_to is None else copy_to
+    print(write_demo(folder), flush=True)
+    config = folder / "config.yaml"
+    command = shlex.join(["ensemble", "run", str(config)])
+    if copy_to is not None:
+        print(f"next: {command}")
+        return
+    page = api.run([config]).path / "report.html"
+    print(f"\nOpen {shown_path(page)} in a browser." if page.is_file() else "")
+    print(f"To change something, edit {config}, then: {command}")
+    print("For your own table and models: ensemble init TABLE MODEL...")
 
 
 @app.command()
