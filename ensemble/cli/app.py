@@ -168,9 +168,10 @@ def demo(
         print(f"next: {command}")
         return
     page = api.run([config]).path / "report.html"
-    print(f"\nOpen {shown_path(page)} in a browser." if page.is_file() else "")
-    print(f"To change something, edit {config}, then: {command}")
-    print("For your own table and models: ensemble init TABLE MODEL...")
+    texts = [f"Open {shown_path(page)} in a browser."] if page.is_file() else []
+    texts += [f"To change something, edit {config}, then: {command}"]
+    for text in ("", *texts, "For your own table and models: ensemble init TABLE MODEL..."):
+        print(*wrapped(text, page_width(sys.stdout)), sep="\n")
 
 
 @app.command()

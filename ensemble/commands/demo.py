@@ -34,10 +34,10 @@ _README = """\
 
 `ensemble demo` wrote these files. Edit them as you like: `ensemble demo` replaces no file that is there.
 
-- `config.yaml`: the config. Run it with `ensemble run config.yaml`.
-- `test.csv`: 2,000 nouns' definitions from WordNet, each with its topic; `LICENSE.WordNet` is their licence.
+- `config.yaml`: the config. In this folder, `ensemble run config.yaml` runs it.
+- `test.csv`: definitions of 2,000 nouns from WordNet, each with its topic. Their licence is `LICENSE.WordNet`.
 - `models/`: two small classifiers, which predict the topic from the definition.
-- `sample_submission.csv`: says which columns and rows `submission.csv` has.
+- `sample_submission.csv`: the columns and the row order of `submission.csv`.
 - `runs/demo/`: the results. Open `report.html` in a browser.
 """
 
