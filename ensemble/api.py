@@ -142,7 +142,7 @@ def train(
     """Train the models of CONFIG, fold by fold.
 
     Each training of a model with `train` is a process of its own on its own devices. The same command again trains
-    only what lacks.
+    only what is missing.
 
     Args:
         config, overrides, retrain, discard_old, quiet, verbose: as for ``run``.

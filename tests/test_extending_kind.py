@@ -1,7 +1,8 @@
-"""The member kinds of docs/extending.md, as they stand there: installed, and run in real processes."""
+"""The kinds of docs/how-to/new-member-kind.md: installed as they stand, and run in real processes."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,21 +10,16 @@ import pytest
 
 from tests.checkpoints import make_checkpoint, reference
 from tests.packages import pip_install
-from tests.page import blocks
+from tests.page import blocks, lay_out_package
 from tests.project import LABELS, ROOT, Project, python_path
-
-PACKAGES = ("ensemble-bytes", "ensemble-ordinal")
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder into which pip has installed the page's packages."""
+    """The folder into which pip has installed the page's package, and the one that it names."""
     source, site = tmp_path_factory.mktemp("packages"), tmp_path_factory.mktemp("site")
-    for name, content in blocks().items():
-        if name.startswith(PACKAGES):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_text(content)
-    pip_install(site, *(source / name for name in PACKAGES))
+    ordinal = shutil.copytree(ROOT / "configs/ensemble-ordinal", source / "ensemble-ordinal")
+    pip_install(site, lay_out_package(source, "ensemble-bytes"), ordinal)
     return site
 
 

@@ -1,7 +1,7 @@
 """Define ``MemberKind``, the parent's side of a kind of member, and the values that it takes and returns.
 
-docs/extending.md shows how to write a kind.  Nothing in this file imports torch; what a worker of a kind does is in
-the kind's ``child.py``.
+docs/how-to/new-member-kind.md shows how to write a kind.  Nothing in this file imports torch; what a worker of a
+kind does is in the kind's ``child.py``.
 """
 
 from __future__ import annotations

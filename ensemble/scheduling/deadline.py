@@ -259,7 +259,7 @@ def time_limit_text(
 class TrainingDeadline(Deadline):
     """Give the time to members in their order, as a member that lacks a training cannot predict.
 
-    A member whose trainings cannot all end in time, at the speed of those that have ended, begins no more of them.
+    If the finished trainings show that a member's other trainings cannot all end in time, none of these begins.
     """
 
     def ranks(self, models: Sequence[ModelState]) -> dict[str, Rank]:

@@ -1,6 +1,6 @@
-"""Train all members that have ``train``, a training for each of their folds that lacks, and predict with them.
+"""Train each missing fold of all members that have ``train``, and predict with the members.
 
-``ensemble train`` and ``ensemble run`` take the same road: the directory is held, what lacks is trained, and an
+``ensemble train`` and ``ensemble run`` take the same road: the directory is held, missing folds are trained, and an
 ordinary run follows, in which ordinary members stand for the trained ones. It is over the training table, each row
 by models that have not seen it, or over the config's own table.
 """

@@ -17,12 +17,24 @@ from ensemble.pipeline.ending import raise_unless_complete
 from ensemble.pipeline.run_report import CascadeReport, RunReport, ViewReport
 from ensemble.scheduling.records import Failure
 from tests.cli.reports import member, report, shown
-from tests.page import blocks
+
+SPEEDS = """
+from ensemble.cli.layout import table
 
 
-def test_the_view_of_the_page_on_extending(monkeypatch: pytest.MonkeyPatch) -> None:
+def speeds(report):
+    members = sorted(report.members, key=lambda member: -(member.tokens_per_second or 0.0))
+    columns = {
+        "member": lambda member: member.name,
+        "tokens/s": lambda member: f"{member.tokens_per_second:,.0f}",
+    }
+    yield table(members, columns)
+"""
+
+
+def test_a_view_of_another_file_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("speeds")
-    exec(blocks()["ensemble/cli/speeds.py"], vars(module))
+    exec(SPEEDS, vars(module))
     monkeypatch.setitem(sys.modules, "ensemble.cli.speeds", module)
     slow, fast = member("slow", tokens_done=4, seconds=1.0), member("fast", tokens_done=4000, seconds=2.0)
     assert shown("speeds.speeds", report(slow, fast)) == [

@@ -1,4 +1,4 @@
-"""The launcher of the page on extending, as it stands there: built, installed, and used in a run."""
+"""The launcher of docs/how-to/new-launcher.md, as it stands there: built, installed, and used in a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from tests.faults.chunky import chunky_config, ids_of, results
 from tests.faults.inject import Fault, Injected
 from tests.packages import pip_install
-from tests.page import blocks
+from tests.page import blocks, lay_out_package
 from tests.project import Project, python_path
 from tests.waiting import PATIENCE_SECONDS
 
@@ -20,13 +20,8 @@ from tests.waiting import PATIENCE_SECONDS
 def test_workers_that_let_everything_else_go_first(
     chunky: Project, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
-    source, site = tmp_path / "source", tmp_path / "site"
-    (source / "ensemble_polite").mkdir(parents=True)
-    (source / "pyproject.toml").write_text(blocks()["ensemble-polite/pyproject.toml"])
-    (source / "ensemble_polite/launcher.py").write_text(
-        blocks()["ensemble-polite/ensemble_polite/launcher.py"]
-    )
-    pip_install(site, source)
+    site = tmp_path / "site"
+    pip_install(site, lay_out_package(tmp_path / "source", "ensemble-polite"))
 
     chunky.write_config(chunky_config(chunky, **yaml.safe_load(blocks()["polite.yaml"])))
     injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 6), times=1))

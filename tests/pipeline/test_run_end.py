@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
-from tests.packages import lay_out
-from tests.page import blocks
+from tests.packages import lay_out, pip_install
+from tests.page import lay_out_package
 from tests.project import ROOT, Project, python_path
 
 pytestmark = pytest.mark.usefixtures("warm")
 GROUP = "ensemble.run_end"
-# What a tracker's module must have of the real one's, written to a file.
-RECORDER = """
-import json, pathlib
-
-def _write(*call):
-    with open("{file}", "a") as file:
-        file.write(json.dumps(call) + "\\n")
-
-{functions}
-"""
 
 
 @pytest.fixture
@@ -37,48 +29,30 @@ def csv_run(project: Project) -> Project:
     return project
 
 
-def calls(path: Path) -> list[list[object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def test_the_hook_of_the_page_tells_a_server(csv_run: Project, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    told: list[object] = []
 
+    class Chat(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
 
-def test_the_trackers_of_the_page(csv_run: Project, tmp_path: Path) -> None:
-    site, file = tmp_path / "site", tmp_path / "calls.jsonl"
-    package = "ensemble-trackers/ensemble_trackers"
-    names = {"mlflow": "to_mlflow", "trackio": "to_trackio"}
-    lay_out(
-        site,
-        "ensemble-trackers",
-        GROUP,
-        {name: f"ensemble_trackers.{module}:log_run" for name, module in names.items()},
-        mlflow=RECORDER.format(
-            file=file,
-            functions="import contextlib\n"
-            "def start_run(*, run_name=None): _write('start_run', run_name); return contextlib.nullcontext()\n"
-            "def log_params(params): _write('log_params', params)\n"
-            "def log_metrics(metrics): _write('log_metrics', metrics)\n"
-            "def log_artifacts(local_dir, artifact_path=None): _write('log_artifacts', local_dir, artifact_path)\n",
-        ),
-        trackio=RECORDER.format(
-            file=file,
-            functions="def init(project, name=None, config=None): _write('init', project, name, config)\n"
-            "def log(metrics, step=None): _write('log', metrics)\n"
-            "def finish(): _write('finish')\n",
-        ),
-    )
-    (site / "ensemble_trackers").mkdir()
-    for module in names.values():
-        (site / "ensemble_trackers" / f"{module}.py").write_text(blocks()[f"{package}/{module}.py"])
-    done = csv_run.ensemble("run", "config.yaml", environment={"PYTHONPATH": python_path(ROOT, site)})
+        def log_message(self, *_: object) -> None:
+            pass
+
+    pip_install(site, lay_out_package(tmp_path / "source", "ensemble-extras"))
+    with HTTPServer(("127.0.0.1", 0), Chat) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        environment = {
+            "PYTHONPATH": python_path(ROOT, site),
+            "WEBHOOK": f"http://127.0.0.1:{server.server_port}/",
+        }
+        done = csv_run.ensemble("run", "config.yaml", environment=environment)
+        server.shutdown()
     assert (done.returncode, "hook" in done.stdout + done.stderr) == (0, False), done.stdout + done.stderr
-    loss = csv_run.run_json()["scores"]["ensemble"]["log_loss"]
-    by_name = {call[0]: call[1:] for call in calls(file)}
-    assert by_name["start_run"] == ["first"]
-    assert by_name["log_params"] == [{"status": "complete", "rows": 300, "method": "mean"}]
-    assert by_name["log_metrics"][0]["ensemble.log_loss"] == loss  # type: ignore[index]
-    assert by_name["log_artifacts"] == [str(csv_run.folder / "runs/first/predictions"), "predictions"]
-    assert by_name["init"][:2] == ["ensemble", "first"]
-    assert by_name["log"][0]["ensemble/log_loss"] == loss  # type: ignore[index]
-    assert [call[0] for call in calls(file)][-1] == "finish"
+    assert told == [{"text": "first: complete, 300 rows"}]
 
 
 def test_a_hook_that_fails_is_a_warning(csv_run: Project, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Launchers by their names, built in and by an entry point; those of Ray and of docs/extending.md start workers."""
+"""Launchers by their names, built in and by an entry point."""
 
 from __future__ import annotations
 

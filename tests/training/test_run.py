@@ -1,4 +1,4 @@
-"""``run`` of a config whose members are trained: what lacks is trained first, and one deadline is for all."""
+"""``run`` of a config whose members are trained: missing folds are trained first, and one deadline is for all."""
 
 from __future__ import annotations
 

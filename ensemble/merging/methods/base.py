@@ -1,6 +1,6 @@
 """Define the interface of merge methods, which turn all members' values of a block of rows into merged rows.
 
-docs/extending.md shows how to write one.
+docs/how-to/new-merge-method.md shows how to write one.
 """
 
 from __future__ import annotations
