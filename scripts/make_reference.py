@@ -98,6 +98,9 @@ def page() -> str:
         ("`tuned_on`", TuningConfig),
     ):
         parts += [section(title, model, model.model_fields)]
+        for key in ("folds", "extra") if model is TrainingConfig else ():
+            (inner,) = inner_models(TrainingConfig.model_fields[key].annotation)
+            parts += [section(f"`training.{key}`", inner, inner.model_fields)]
         for name, method in methods().items() if model is EnsembleConfig else ():
             own = [key for key in method.model_fields if key not in EnsembleConfig.model_fields]
             parts += [section(f"`ensemble` with `method: {name}`", method, own)]
