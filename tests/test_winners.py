@@ -471,7 +471,8 @@ def test_each_header_says_whose_it_is_and_what_is_left_out(name: str) -> None:
     assert "http" in header
     assert "# Taken over: " in header
     assert "# Not taken over: " in header
-    assert f"(../configs/winners/{name})" in (ROOT / "docs" / "winners.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "winners.md").read_text(encoding="utf-8")
+    assert f"(../../configs/winners/{name})" in page
 
 
 def test_what_is_added_to_the_table_of_map(tmp_path: Path) -> None:

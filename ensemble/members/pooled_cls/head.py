@@ -100,7 +100,7 @@ def _layers(path: Path, tensors: Sequence[Tensor]) -> dict[str, tuple[int, ...]]
     if any(_MODEL_TENSOR.search(tensor.name) for tensor in tensors):
         raise CheckpointError(
             f"head: {path} holds a whole model ({tensors[0].name} and {len(tensors) - 1} more); keep the head's "
-            "tensors in a file of their own, and the backbone's in model_name_or_path (docs/members.md)"
+            "tensors in a file of their own, and the backbone's in model_name_or_path (docs/how-to/own-head.md)"
         )
     parts_by_layer: dict[str, dict[str, tuple[int, ...]]] = {}
     for tensor in tensors:
