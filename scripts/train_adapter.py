@@ -11,6 +11,7 @@ for a base whose own head has the demo's topics.  Seeds are fixed; the last digi
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
@@ -30,6 +31,9 @@ TRAIN_ROWS, TEST_ROWS, EPOCHS, BATCH, MAX_LENGTH, LEARNING_RATE = 8000, 300, 3, 
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0]
+    ).parse_args()  # it takes none; --help must not train
     train = pairs(pd.read_csv(DEMO / "train.csv"), TRAIN_ROWS, seed=1)
     pairs(pd.read_csv(DEMO / "test.csv"), TEST_ROWS, seed=2).to_csv(TABLE, index=False)
     ADAPTER.mkdir(parents=True, exist_ok=True)
