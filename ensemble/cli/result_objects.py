@@ -101,7 +101,7 @@ class Run(_Shown):
         """Return metrics of the ensemble and its members by the true labels, with 95 % bootstrap intervals.
 
         The columns are ``member``, ``metric``, ``value`` and ``interval``, which is (low, high). AUC is the mean
-        over folds where it is known which fold's model predicted each row (see docs/weights.md).
+        over folds where it is known which fold's model predicted each row (see docs/reference/metrics.md).
 
         Raises:
             DataError: the true labels are not known, or the run is not complete.

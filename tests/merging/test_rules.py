@@ -430,9 +430,8 @@ def test_merge_of_files_alone_has_no_rows_for_rules(project: Project) -> None:
 
 
 def test_the_conditions_of_the_documentation_are_true_for_what_stands_beside_them() -> None:
-    page = (ROOT / "docs/merging.md").read_text(encoding="utf-8")
-    section = page.partition("### Rules for some rows")[2].partition("\n#")[0]
-    results = [item.replace("\\|", "|") for item in re.findall(r'"(\{[{%].*?[}%]\})"', section)]
+    page = (ROOT / "docs/how-to/labels-per-row.md").read_text(encoding="utf-8")
+    results = re.findall(r'"(\{[{%].*?[}%]\})"', page)
     table = {
         "response_a": ["x", "", " "],
         "response_b": ["x", "y", "z"],
@@ -447,7 +446,7 @@ def test_the_conditions_of_the_documentation_are_true_for_what_stands_beside_the
     expected = [[1, 0, 0], [0, 1, 1], [1, 0, 0], [0, 1, 0], [1, 1, 0], [1, 0, 0], [0, 1, 0]]
     assert len(results) == len(expected), results
     assert [rows_that_meet(rows, compile_condition(source)).tolist() for source in results] == expected
-    shown = re.findall(r"^\| `((?:set|mask): .*)` \| ([\d., ]+) \|$", section, re.MULTILINE)
+    shown = re.findall(r"^\| `((?:set|mask): .*)` \| ([\d., ]+) \|$", page, re.MULTILINE)
     assert len(shown) == 3
     for rule, after in shown:
         given = yaml.safe_load(rule.replace("winner_model_", "").replace("winner_", ""))

@@ -152,10 +152,8 @@ def test_answers_as_parquet_are_typed(project: Project) -> None:
 
 
 def test_the_example_of_the_docs(project: Project) -> None:
-    section = (
-        (ROOT / "docs" / "merging.md").read_text(encoding="utf-8").split("### Answers in the submission")[1]
-    )
-    example = yaml.safe_load(section.split("```yaml\n")[1].split("```")[0])
+    page = (ROOT / "docs/how-to/answers.md").read_text(encoding="utf-8")
+    example = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
     columns = ["winner", "best", "score", "b_wins"]
     assert [*example["submission"]["columns"]] == columns
     project.write_csv("test.csv", ["id", "language"], [["x", "en"]])
@@ -168,7 +166,7 @@ def test_the_example_of_the_docs(project: Project) -> None:
     cells = project.read("out/submission.csv")[1][0][1:]
     assert cells == ["model_b", "en_b en_a", "2", "0.5"]
     for column, cell in zip(columns[:3], cells, strict=False):
-        assert f"| `{column}` | `{cell}` |" in section
+        assert f"| `{column}` | `{cell}` |" in page
 
 
 def test_rows_that_rules_mask_have_fewer_labels(project: Project) -> None:
