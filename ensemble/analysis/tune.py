@@ -51,7 +51,7 @@ from ensemble.scheduling.launchers.base import make_launcher
 # The reference took so many times as long at the end, or the inverse: speeds say little, or nothing.
 _NOISY = 1.25
 _MOVED = 2.0
-# The mean over rows of the largest difference of a probability; docs/tuning.md says why.
+# The mean over rows of the largest difference of a probability; docs/how-to/faster.md says why.
 TOLERANCE = 0.02
 _MARKER = ".tune.json"  # no member has such a name
 # Keys of a config that trials do not take.

@@ -147,7 +147,9 @@ app = typer.Typer(
 )
 
 _Limit = Annotated[int | None, option("--limit", "N", min=1, help="Use only the first N rows.")]
-_Json = Annotated[bool, option("--json", help="Print one JSON object instead; keys: docs/running.md.")]
+_Json = Annotated[
+    bool, option("--json", help="Print one JSON object; its keys: docs/reference/exit-codes.md.")
+]
 _Quiet = Annotated[bool, option("--quiet -q", help="Print nothing but errors.")]
 
 

@@ -123,7 +123,7 @@ def show(view: str, subject: object, file: IO[str] | None) -> None:
 
 
 def show_json(document: object) -> None:
-    """Print what a command says to programs (docs/running.md) as JSON; a number that JSON lacks becomes null."""
+    """Print a result as JSON for programs (docs/reference/exit-codes.md); a number that JSON lacks becomes null."""
     from pydantic_core import to_json
 
     print(json.dumps(json.loads(to_json(document, inf_nan_mode="null")), indent=2))  # noqa: T201

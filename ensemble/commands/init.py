@@ -396,7 +396,8 @@ def _max_length(table: Path, id_column: str, texts: Sequence[str], more_bytes: i
     enough = -(-int(longest * _MARGIN + _SPECIAL) // _STEP) * _STEP
     tokens = min(enough, _MAX_TOKENS)
     reason = (
-        f"by {BYTES_PER_TOKEN:g} bytes a token: the longest row has {longest:,}, one in the middle {middle:,}"
+        f"the longest row has about {longest:,} tokens, the median row {middle:,} "
+        f"({BYTES_PER_TOKEN:g} bytes of text count as a token)"
     )
     if tokens < enough:
         rows = int((lengths > tokens * BYTES_PER_TOKEN).sum())

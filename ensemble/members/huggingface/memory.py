@@ -75,7 +75,7 @@ _INPUT_BYTES = 24
 _REGISTER_WIDTH = 128
 # What a process with torch and transformers takes on a CPU before it loads weights.
 PROCESS_BYTES = 450 << 20
-# What torch's compiler takes there in addition: 0.54 GiB instead of 0.37 (docs/tuning.md).
+# What torch's compiler takes there in addition: 0.54 GiB instead of 0.37.
 COMPILER_BYTES = 180 << 20
 # The torch whose fused attention on a CPU needs no copies of keys that heads share (pytorch pull request 157893);
 # older ones fall back to plain products, which take as much as eager attention.

@@ -58,7 +58,7 @@ _VERBATIM_KEYS = set(
 )
 # Keys that the parent decides for all workers where the config does not.
 _DECIDED_KEYS = ("dtype", "attn_implementation")
-# The time without torch.compile: compiling takes 20 to 25 s and has saved 4 to 36 % (docs/tuning.md).
+# The time without torch.compile: compiling takes 20 to 25 s and has saved 4 to 36 % (docs/how-to/faster.md).
 _COMPILING_PAYS_FROM_SECONDS = 120.0
 _NO_LOADING_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 # Both are set to the same value.  From 2.8 on torch has the second and warns if only the first is set, but 2.9's
