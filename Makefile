@@ -21,10 +21,10 @@ help:
 	@echo "             release of transformers, a quick benchmark; CI runs both. ENSEMBLE_TEST_SHARE=0 to 7 chooses the eighth"
 	@echo "make rest | overlays | bench-share    one of those checks; overlays are the other releases"
 	@echo "make test-release  all of them, before a release (two hours)"
-	@echo "make test-releases  try the oldest and the newest supported releases, into docs/releases.md (gigabytes, an hour)"
+	@echo "make test-releases  try the oldest and the newest supported releases, into docs/reference/releases.md (gigabytes, an hour)"
 	@echo "make test-gpu  the checks that need a GPU, in ten minutes; PYTHON= names the Python whose torch can use it,"
 	@echo "             ONLY= some of them, such as ONLY=cap,release"
-	@echo "make bench   measure against other ways to do the same, into docs/benchmarks.md (an hour)"
+	@echo "make bench   measure against other ways to do the same, into docs/reference/benchmark-tables.md (an hour)"
 	@echo "make bench-quick  the same code on few rows, in two minutes; bench-gpu  on a GPU, with PYTHON= and ONLY= as above"
 	@echo "make soak    kill runs at random moments for MINUTES=10, resume each until it is done, and compare the files"
 	@echo "make docs    build the documentation site into site/index.html; broken links are errors"
@@ -77,7 +77,7 @@ test-gpu:
 	@$(PYTHON) -m tests.gpu $(if $(ONLY),--only '$(ONLY)')
 
 bench: $(VENV)/.bench
-	$(BIN)/python -m bench --write docs/benchmarks.md
+	$(BIN)/python -m bench --write docs/reference/benchmark-tables.md
 
 bench-quick: $(VENV)/.bench
 	$(BIN)/python -m bench --quick

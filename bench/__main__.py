@@ -82,7 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(text, flush=True)
     if options.write and code != _INTERRUPTED:
-        document.write(options.write, text)
+        on_page = {section.title for section in chosen if section.on_page}
+        shown = {title: content for title, content in sections.items() if title in on_page}
+        page = document.page_of(targets, rows, found, shown, _settings(arguments, repeats, environment))
+        document.write(options.write, page)
     return code or int(bool(found.problems))
 
 
@@ -102,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "--only", default="", metavar="TEXT", help="rows and sections that have this in their names"
     )
     parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="put the text between the marks of this file"
+        "--write", type=Path, metavar="FILE", help="put its tables between the marks of this file"
     )
     return parser
 

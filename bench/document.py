@@ -1,4 +1,4 @@
-"""The benchmark's page: its text, and its place between two marks in a file of documentation."""
+"""What the benchmark prints, and the part of it that has its place between two marks of a page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from bench.contests import Target, Work
 from bench.machine import machine, versions
 from bench.rounds import Found
-from bench.table import missed, plain_table, targets_table
+from bench.table import missed, page_table, plain_table, targets_table
 from bench.timeline import phases, timeline
 
 BEGIN = "<!-- bench: begin (written by make bench) -->"
@@ -33,15 +33,10 @@ def text_of(
         settings: the command and what else decides the figures.
         judged: False: too few rows for a verdict.
     """
-    parts = [f"{time.strftime('%Y-%m-%d')}. {machine()}. {versions()}. {settings}"]
+    parts = [_conditions(settings)]
     if targets:
         parts.append(targets_table(targets, rows, found, judged))
-        if found.apart:
-            parts.append(
-                f"All contestants' probabilities agree with this project's within {max(found.apart.values()):.0e}. "
-                "Seconds and ratios: median (smallest to largest) of rounds; MiB: resident memory of all processes "
-                "together, shared pages counted for each, sampled; the ratio is the median of the rounds' ratios."
-            )
+        parts += _notes(found)
         if judged and (late := missed(targets, found)):
             parts.append(
                 "Missed: " + "; ".join(target.title for target in late) + ". See where the time went:"
@@ -49,9 +44,46 @@ def text_of(
         if rows_ := timeline(works, found):
             parts += ["Where this project's time went, in the median run, in seconds:", plain_table(rows_)]
             parts += ["\n".join(phases(works, found))]
-    for title, content in sections.items():
-        parts += [f"### {title}", content if isinstance(content, str) else plain_table(content)]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *_tables(sections)])
+
+
+def page_of(
+    targets: Sequence[Target],
+    rows: Mapping[str, int],
+    found: Found,
+    sections: Mapping[str, Sequence[Mapping[str, object]] | str],
+    settings: str,
+) -> str:
+    """What readers of the documentation look for, as markdown: no goals, no profiles and no runs of seconds.
+
+    Args:
+        as for ``text_of``.
+    """
+    parts = [_conditions(settings)]
+    if whole := [target for target in targets if not target.phase and not target.work.startswith("demo")]:
+        parts += [page_table(whole, rows, found), *_notes(found)]
+    return "\n\n".join([*parts, *_tables(sections)])
+
+
+def _conditions(settings: str) -> str:
+    return f"{time.strftime('%Y-%m-%d')}. {machine()}. {versions()}. {settings}"
+
+
+def _notes(found: Found) -> list[str]:
+    if not found.apart:
+        return []
+    return [
+        f"Probabilities in float32 agree with this project's within {max(found.apart.values()):.0e}. Figures are "
+        "medians of the rounds, with the smallest and the largest in brackets; ratios are those of the rounds. MiB "
+        "is the resident memory of all processes, sampled; shared pages count for each."
+    ]
+
+
+def _tables(sections: Mapping[str, Sequence[Mapping[str, object]] | str]) -> list[str]:
+    return [
+        f"### {title}\n\n{content if isinstance(content, str) else plain_table(content)}"
+        for title, content in sections.items()
+    ]
 
 
 def write(path: Path, text: str) -> None:

@@ -1,7 +1,8 @@
 """``python -m bench.fit``: what ``ensemble fit`` takes of CSVs of ten members, a million rows and three labels.
 
-Prints a table for docs/benchmarks.md: seconds by the clock and of CPU, and the peak of resident memory of processes
-that read the CSVs and fit.  The members have noise of their own, so that each of them gets a weight.
+Prints a table for docs/reference/benchmark-tables.md: seconds by the clock and of CPU, and the peak of resident
+memory of processes that read the CSVs and fit.  The members have noise of their own, so that each of them gets a
+weight.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each table that comes with scikit-learn has members of several sorts, which predict its rows out of fold.  Twenty
 times its rows are split into two halves at random: each way is fitted to one half, and scored on the other.  Prints
-a table for docs/benchmarks.md.
+a table for docs/reference/benchmark-tables.md.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Section:
 
     Attributes:
         full, quick: its arguments in a full and in a short benchmark.
-        takes_repeats: whether the benchmark's rounds are among them.
+        on_page: whether the documentation has its table; it tells of the others in words.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Section:
     module: str
     full: Mapping[str, Any]
     quick: Mapping[str, Any]
+    on_page: bool = True
 
     def run(self, quick: bool, repeats: int) -> list[dict[str, object]]:
         """Measure; raises Failed where a command has failed or figures are wrong."""
@@ -63,6 +64,7 @@ SECTIONS: Sequence[Section] = (
         "bench.busy",
         {},
         {"works": {"process of the report": "report"}},
+        on_page=False,
     ),
     Section(
         "merge",
@@ -72,13 +74,14 @@ SECTIONS: Sequence[Section] = (
         {"rows": 2000, "members": 2, "labels": 3},
     ),
     Section("prefix", "A beginning that all prompts share", "bench.prefix", {"rows": 500}, {"rows": 20}),
-    Section("labels", "Labels of several tokens", "bench.labels", {"rows": 200}, {"rows": 10}),
+    Section("labels", "Ten labels of ten tokens", "bench.labels", {"rows": 200}, {"rows": 10}, on_page=False),
     Section(
         "scale",
         "64 nodes of 8 GPUs, pretended",
         "bench.scale",
         {"rows": 10_000_000},
         {"rows": 50_000, "members": 2, "chunk_seconds": 0.1},
+        on_page=False,
     ),
     Section(
         "cluster",
@@ -86,6 +89,14 @@ SECTIONS: Sequence[Section] = (
         "bench.cluster",
         {"chunks": 16, "chunk_seconds": 5.0},
         {"chunks": 2, "chunk_seconds": 0.1},
+        on_page=False,
     ),
-    Section("safety", "What safety costs: fsync and hashing", "bench.safety", {"times": 20}, {"times": 1}),
+    Section(
+        "safety",
+        "What safety costs: fsync and hashing",
+        "bench.safety",
+        {"times": 20},
+        {"times": 1},
+        on_page=False,
+    ),
 )

@@ -44,6 +44,32 @@ def targets_table(targets: Sequence[Target], rows: Mapping[str, int], found: Fou
     return "\n".join(lines)
 
 
+def page_table(targets: Sequence[Target], rows: Mapping[str, int], found: Found) -> str:
+    """One line for each target, with how many times as fast this project is."""
+    lines = [
+        "| against | rows | this project, s | MiB | the other, s | MiB | times as fast |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for target in targets:
+        cells = [target.title, f"{rows[target.work]:,}", *_page_cells(target, found)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _page_cells(target: Target, found: Found) -> list[str]:
+    if problem := found.problem(target):
+        return ["", "", "", "", f"FAILED: {_one_line(problem)}"]
+    pairs = found.pairs(target)
+    if not pairs:
+        return ["", "", "", "", "not run"]
+    cells = []
+    for side in zip(*pairs, strict=True):
+        peak = median(sample.measured.peak_bytes for sample in side)
+        cells += [f"{median(_seconds(target, sample) for sample in side):.1f}", f"{peak / MIB:,.0f}"]
+    speeds = [_seconds(target, other) / _seconds(target, one) for one, other in pairs]
+    return [*cells, Spread.of(speeds).text(2)]
+
+
 def missed(targets: Sequence[Target], found: Found) -> list[Target]:
     """Those whose ratio is above what it may be."""
     return [

@@ -1,6 +1,7 @@
 """Kaggle, rehearsed: its folders with small stand-ins, its image's Python, and the notebook run there offline.
 
-``python -m tests.kaggle`` runs configs/kaggle.ipynb so, and writes what it shows into docs/kaggle-output.md.
+``python -m tests.kaggle`` runs configs/kaggle.ipynb so, and writes what it prints into
+docs/reference/kaggle-output.md.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from tests.waiting import PATIENCE_SECONDS
 
 LABELS = ["winner_model_a", "winner_model_b", "winner_tie"]
 COMPETITION, CHECKOUT = "lmsys-chatbot-arena", "ensemble-runner"
-NOTEBOOK, OUTPUT = ROOT / "configs" / "kaggle.ipynb", ROOT / "docs" / "kaggle-output.md"
+NOTEBOOK, OUTPUT = ROOT / "configs" / "kaggle.ipynb", ROOT / "docs" / "reference" / "kaggle-output.md"
+# The page leaves out longer cells and lines that only say how long something has lasted; the output of some cells
+# begins at the line that starts so.
+LINES_SHOWN = 10
+_WAITING = re.compile(r", [\d.]+ s$")
+_SHOWN_FROM = {"doctor": "A run can", "validate": "All checks", "rehearse": "by a run of"}
 # In namespaces of its own there is no network, and this folder is read-only, as datasets are.
 _OFFLINE = """
 import fcntl, os, socket, struct, subprocess, sys
@@ -37,12 +43,13 @@ os.execv(command[0], command)
 # Lines that depend on the machine and the moment; the last is said only where the report takes a while.
 _PASSING = re.compile(r"\d|---|[CG]PU|^(gemma2|llama3)\b|^the report is being written$")
 _INTRODUCTION = """\
-# The notebook, run
+# The Kaggle notebook and its output
 
-Made by `python -m tests.kaggle`, which runs [`configs/kaggle.ipynb`](../configs/kaggle.ipynb) as a test does: in a
-folder laid out like Kaggle's, without a network, on read-only inputs, with the project attached and not installed.
-Models and table are small stand-ins, and the machine has no GPU, so sizes, speeds and the CPU are not Kaggle's.
-`lora.yaml` is in `CONFIG` here.
+This is what [`configs/kaggle.ipynb`](../../configs/kaggle.ipynb) prints, shortened. Two small models stand in for
+Gemma-2-9B and Llama-3-8B, over 40 rows, on a machine without a GPU. So sizes, speeds and devices are not Kaggle's.
+The notebook ran in folders like Kaggle's, without a network and with read-only inputs. `lora.yaml` is in `CONFIG`.
+
+`python -m tests.kaggle` writes this page.
 """
 
 
@@ -170,23 +177,34 @@ def offline(read_only: Path) -> list[str]:
     return command
 
 
+def is_shown(source: str) -> bool:
+    """Whether the page has a cell."""
+    return len(source.splitlines()) <= LINES_SHOWN
+
+
 def rendered(notebook: Mapping[str, Any], root: Path) -> str:
-    """A notebook with its outputs in Markdown, with /kaggle in place of ``root``."""
+    """A notebook's shorter cells with their outputs in Markdown, with /kaggle in place of ``root``."""
     parts = []
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             parts.append(re.sub("^#", "##", source))
+        elif is_shown(source):
+            parts.append(f"```python\n{source}\n```")
+            output = "".join("".join(output.get("text", "")) for output in cell["outputs"])
+            start = max(output.find(_SHOWN_FROM.get(cell["id"], "")), 0)
+            lines = [line for line in output[start:].rstrip().splitlines() if not _WAITING.search(line)]
+            parts += ["\n".join(["```text", *lines, "```"])] if lines else []
         else:
-            parts.append(f"```{'yaml' if source.startswith('%%writefile') else 'python'}\n{source}\n```")
-            shown = "".join("".join(output.get("text", "")) for output in cell["outputs"])
-            parts += [f"```text\n{shown.rstrip()}\n```"] if shown else []
+            parts.append(
+                f"*A cell of {len(source.splitlines())} lines is left out here; the notebook has it.*"
+            )
     text = "\n\n".join(parts).replace(str(root), "/kaggle").replace(str(root.parent / "venv"), "/usr")
     return re.sub(r"\bLinux-\S+", "Linux", text) + "\n"
 
 
 def page(notebook: Mapping[str, Any], root: Path) -> str:
-    """docs/kaggle-output.md, of a notebook that was run in ``root``."""
+    """docs/reference/kaggle-output.md, of a notebook that was run in ``root``."""
     return f"{_INTRODUCTION}\n{rendered(notebook, root)}"
 
 

@@ -1,6 +1,6 @@
 """Compare Python and the installed packages with the supported ranges.
 
-pyproject.toml alone has the bounds. Outside of them wrong numbers have been seen (docs/releases.md).
+pyproject.toml alone has the bounds. Outside of them wrong numbers have been seen (docs/reference/releases.md).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.contests import OURS, Sample, Target, Work
-from bench.document import BEGIN, END, text_of, write
+from bench.document import BEGIN, END, page_of, text_of, write
 from bench.processes import Measured
 from bench.rounds import MIB, Found
 from bench.table import targets_table
@@ -77,6 +77,21 @@ def test_the_page_has_the_table_the_profile_and_the_sections() -> None:
     assert "between two members: 0.25" in text
     assert "### Start-up\n\n| what | s |\n|---|---|\n| parent | 0.432 |" in text
     assert "### Merge\n\nFAILED: no disk" in text
+
+
+def test_the_page_says_how_many_times_as_fast_and_leaves_out_goals_and_profiles() -> None:
+    result = found_of([20, 30, 40], [100, 120, 200])
+    result.apart["two"] = 6e-7
+    sections: dict[str, Any] = {"Start-up": [{"what": "parent", "s": 0.4321}]}
+    text = page_of([LOOP, FLOOR], {"two": 100}, result, sections, "as asked")
+    assert "| the loop | 100 | 30.0 | 500 | 120.0 | 700 | 5.00 (4.00 to 5.00) |" in text
+    assert "within 6e-07" in text
+    assert text.endswith("### Start-up\n\n| what | s |\n|---|---|\n| parent | 0.432 |")
+    assert "floor" not in text, "the time in the models alone says nothing to users"
+    result.problems["two", "loop"] = "no disk"
+    assert "| the loop | 100 |  |  |  |  | FAILED: no disk |" in page_of(
+        [LOOP], {"two": 100}, result, {}, "as asked"
+    )
 
 
 def test_the_figures_take_their_place_in_the_page(tmp_path: Path) -> None:

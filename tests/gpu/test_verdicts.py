@@ -116,7 +116,7 @@ def test_both_commands_fit_their_time_by_their_own_reckoning() -> None:
 
 
 def test_what_is_only_reasoned_names_the_check_that_will_show_it() -> None:
-    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "benchmark-tables.md").read_text(encoding="utf-8")
     table = text.partition("## On GPUs: not measured yet")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 10

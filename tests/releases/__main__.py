@@ -1,7 +1,8 @@
 """Try the supported range: ``make test-releases``.
 
 Builds the environments of ``environments.py`` (those with a Python of their own take gigabytes and minutes), runs
-in each what may differ between releases, and writes the table of docs/releases.md.  What is installed is kept.
+in each what may differ between releases, and writes the table of docs/reference/releases.md.  What is installed is
+kept.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.releases.environments import ENVIRONMENTS, EXTRAS, IN_CI, Environment
 from tests.sampling import chosen_share
 
 PLACE = ROOT / ".venv" / "releases"
-TABLE = ROOT / "docs" / "releases.md"
+TABLE = ROOT / "docs" / "reference" / "releases.md"
 # Parity, the demo, loading, adapters, quantization, what a forward pass allocates: what a release can change.
 QUICK = (
     "tests/releases",
@@ -51,21 +52,9 @@ WHOLE = (
     "tests/commands/test_init.py",
     "tests/training/test_trainer.py",
 )
-# Shown in the table.
-_SHOWN = (
-    "torch",
-    "transformers",
-    "accelerate",
-    *EXTRAS,
-    "numpy",
-    "pyarrow",
-    "pandas",
-    "scikit-learn",
-    "scipy",
-    "matplotlib",
-    "pydantic",
-    "typer",
-)
+# The table's columns, and packages of which a sentence below names the oldest and the newest release.
+_SHOWN = ("torch", "transformers", "numpy", "pyarrow", "pydantic", "typer")
+_SUMMED_UP = ("accelerate", *EXTRAS, "pandas", "scikit-learn", "scipy", "matplotlib")
 _MARKS = ("<!-- table -->", "<!-- end of table -->")
 
 
@@ -94,7 +83,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="all of those that changes are tried with, quickly"
     )
-    parser.add_argument("--write", action="store_true", help="write the table of docs/releases.md")
+    parser.add_argument("--write", action="store_true", help="write the table of docs/reference/releases.md")
     arguments = parser.parse_args()
     names = arguments.names or [environment.name for environment in ENVIRONMENTS]
     if arguments.quick or arguments.ci:
@@ -178,7 +167,9 @@ def versions(python: Path) -> dict[str, str]:
         "found = {name: version(name) for name in sys.argv[1:]}\n"
         "print(json.dumps({'Python': platform.python_version(), **found}))"
     )
-    done = subprocess.run([str(python), "-c", code, *_SHOWN], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [str(python), "-c", code, *_SHOWN, *_SUMMED_UP], check=True, capture_output=True, text=True
+    )
     content: dict[str, str] = json.loads(done.stdout)
     return content
 
@@ -216,7 +207,18 @@ def with_table(text: str, outcomes: Sequence[Outcome]) -> str:
     for outcome in outcomes:
         cells = [outcome.versions.get(name, "") for name in ("Python", *_SHOWN)]
         lines.append(f"| {outcome.environment.name} | {' | '.join(cells)} | {outcome.verdict} |")
+    tried = [outcome.versions for outcome in outcomes if not outcome.environment.refused]
+    known = {name: [versions[name] for versions in tried if name in versions] for name in _SUMMED_UP}
+    ranges = ", ".join(name_and_range(name, releases) for name, releases in known.items() if releases)
+    lines += ["", f"Releases of other packages that were tried: {ranges}."]
     return f"{before}{start}\n" + "\n".join(lines) + f"\n{end}{after}"
+
+
+def name_and_range(name: str, releases: Sequence[str]) -> str:
+    """Such as ``peft 0.18.0 to 0.21.2``."""
+    numbers = {release: [int(part) for part in re.findall(r"\d+", release)] for release in releases}
+    oldest, newest = min(releases, key=numbers.__getitem__), max(releases, key=numbers.__getitem__)
+    return f"{name} {oldest}" + (f" to {newest}" if newest != oldest else "")
 
 
 if __name__ == "__main__":

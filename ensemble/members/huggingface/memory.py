@@ -390,7 +390,7 @@ def activation(
     """Calculate the memory of a forward pass in inference mode, without the weights.
 
     It counts the most numbers of a token and the most of a pair of tokens that live at any moment, which may be two
-    moments: never too little, and as much too much as docs/benchmarks.md shows.
+    moments: never too little, and as much too much as docs/reference/benchmark-tables.md shows.
 
     Args:
         dtype: of the weights that are not quantized, and so of activations.

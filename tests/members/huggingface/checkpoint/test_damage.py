@@ -1,7 +1,7 @@
 """Tiny checkpoints, damaged in hundreds of ways: refused with a sentence, or the numbers of the intact one.
 
-What neither names nor shapes of tensors reveal stands in ``UNSEEN``, with docs/checks.md.  All damages of one
-architecture run in one process, through what ``validate`` and a worker run.
+What neither names nor shapes of tensors reveal stands in ``UNSEEN``, with docs/explanation/numbers.md.  All damages
+of one architecture run in one process, through what ``validate`` and a worker run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.sampling import EXAMPLES, SAMPLED
 from tests.worker.test_session import publish
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-DOCS = ROOT / "docs" / "checks.md"
+DOCS = ROOT / "docs" / "explanation" / "numbers.md"
 # Without ENSEMBLE_TEST_EXAMPLES: one damage of so many, always the same ones, and those that people really had.
 ONE_OF = 1 if EXAMPLES else 8 * (SAMPLED if sampling.part == "usual" else 1)
 USUAL = (
@@ -57,7 +57,7 @@ CLASSES = (
         "NoSuch",
     ),
 )
-# Keys of config.json that change numbers and that no file gives away; docs/checks.md names each.
+# Keys of config.json that change numbers and that no file gives away; docs/explanation/numbers.md names each.
 UNSEEN = {
     *("num_attention_heads", "n_head", "layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps"),
     *(

@@ -13,7 +13,7 @@ def padded(lengths: np.ndarray, batches: list[np.ndarray]) -> int:
 
 
 def long_tailed(rows: int, seed: int = 0) -> np.ndarray:
-    """Median 60, mean about 86, 99th percentile about 400, cut at 512: the figures in docs/benchmarks.md."""
+    """Median 60, mean about 86, 99th percentile about 400, cut at 512, as the benchmark draws them."""
     lengths = np.random.default_rng(seed).lognormal(np.log(60), 0.82, rows)
     return np.clip(lengths, 3, 512).astype(np.int64)
 
