@@ -17,7 +17,16 @@ from tests.waiting import PATIENCE_SECONDS
 def test_the_site_has_every_page_command_and_function(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "a site")],
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--quiet",
+            "--site-dir",
+            str(tmp_path / "a site"),
+        ],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         stdout=subprocess.PIPE,
@@ -33,7 +42,18 @@ def test_the_site_has_every_page_command_and_function(tmp_path: Path) -> None:
     written = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
     assert {path.as_posix() for path in written} <= set(pages)
     assert {"index.html", "project/changelog.html", "project/security.html"} <= set(pages)
-    for command in ("run", "train", "validate", "plan", "init", "merge", "fit", "compare", "report", "doctor"):
+    for command in (
+        "run",
+        "train",
+        "validate",
+        "plan",
+        "init",
+        "merge",
+        "fit",
+        "compare",
+        "report",
+        "doctor",
+    ):
         assert f'id="ensemble-{command}"' in pages["reference/cli.html"], command
     for name in ensemble.__all__:
         assert f'.{name}"' in pages["reference/api.html"], f"name {name} in docs/reference/api.md"
