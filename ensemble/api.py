@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from ensemble.cli.layout import show
-from ensemble.common.errors import ConfigError, DataError, Interrupted, OutputError, OutputInUse
+from ensemble.common.errors import ConfigError, DataError, Interrupted, KeysError, OutputError, OutputInUse
 from ensemble.common.files import output_file, settings_file, write_text
 from ensemble.common.packages import demand_supported
 from ensemble.common.python_process import keep_pandas_out, one_thread_for_numpy
@@ -178,7 +178,9 @@ def train(
 
 
 def validate(config: ConfigFiles, overrides: Overrides | None = None) -> Preview:
-    """Check CONFIG without loading a model. Checks keys, paths, columns, ids, labels, templates and devices.
+    """Check CONFIG without loading a model. Lists all wrong keys and missing files together.
+
+    When all keys are right, it also checks columns, ids, labels, templates and devices.
 
     Args:
         config, overrides: as for ``run``.
@@ -605,7 +607,15 @@ def _preview(
     overrides: Overrides | None,
     predictions_in: Path | None = None,
 ) -> Preview:
-    loaded = _load_as_written(config, overrides)
+    try:
+        loaded = _load_as_written(config, overrides)
+    except KeysError as error:
+        if error.rest is None:
+            raise
+        with redacted_errors(Redactor(os.environ, error.rest.model_dump())):
+            from ensemble.pipeline.prepare import file_problems
+
+            raise ConfigError([*error.problems, *file_problems(error.rest)]) from error
     with redacted_errors(loaded.redactor):
         from ensemble.cli.result_objects import Preview
         from ensemble.pipeline.prepare import prepare

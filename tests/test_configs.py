@@ -356,7 +356,7 @@ def test_a_jury_of_three_judges_in_both_orders(project: Project) -> None:
         assert re.search(rf"{name} {kappa:.4f} \(".replace("-", "\N{MINUS SIGN}"), page)
         errors.append((mean.to_numpy() - truth).ravel())
     votes = 9 / np.asarray(np.corrcoef(errors)).sum()
-    assert f"Together the 3 members count as {votes:.1f} members with independent errors." in page
+    assert f"Together the 3 members count as {votes:.1f} members with independent errors:" in page
     # Where people judged: weights by what they said.
     done = project.ensemble("fit", str(path), *sets, "--method", "auto")
     assert done.returncode == 0, done.stderr

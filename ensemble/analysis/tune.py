@@ -56,7 +56,7 @@ TOLERANCE = 0.02
 _MARKER = ".tune.json"  # no member has such a name
 # Keys of a config that trials do not take.
 _NOT_TAKEN = {"ensemble", "rules", "submission", "output_dir", "report", "retries", "on_member_failure"}
-_NOT_TAKEN |= {"time_limit", "tuned_on", "copy_to"}
+_NOT_TAKEN |= {"time_limit", "tuned_on", "copy_to", "report_to"}
 _ROWS = 256
 # A candidate is stopped when it has computed for this many times the seconds of the best trial.
 _TOO_SLOW = 2.0

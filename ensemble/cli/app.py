@@ -237,18 +237,34 @@ def init(
     ] = None,
     output: Annotated[Path, option("--output -o", "YAML", help="File to write.")] = Path("config.yaml"),
     force: Annotated[bool, option("--force", help="Replace an existing file.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Write a first config for TABLE and MODELS, and validate it. Guesses columns, labels and lengths."""
     with api.imports():
         from ensemble.commands.init import write_first_config
     guesses = write_first_config(table, models, sample, output, force)
     for text in (f"{output}: written; look through it", *(f"guess: {guess}" for guess in guesses)):
-        print(*wrapped(text, page_width(sys.stdout)), sep="\n")
+        if not as_json:
+            print(*wrapped(text, page_width(sys.stdout)), sep="\n")
+    facts, file = {"config": output.absolute(), "guesses": guesses}, shlex.quote(str(output))
     try:
-        _show_preview("validate", api.validate([output]))
+        preview = api.validate([output])
     except EnsembleError as error:
         advice = f"{output} does not pass validate yet; fix these problems, then validate it again"
-        raise type(error)([advice, *error.problems]) from error
+        if not as_json:
+            raise type(error)([advice, *error.problems]) from error
+        commands = [f"ensemble validate {file}"]
+        show_json({**facts, "problems": error.problems, "warnings": (), "next": commands})
+        _print_errors([advice, *error.problems])
+        raise typer.Exit(error.exit_code) from error
+    if as_json:
+        from ensemble.cli.plans import document
+
+        commands = [f"ensemble {command} {file}" for command in ("plan", "run --limit 100", "run")]
+        checked = document(preview.prepared)
+        show_json({**facts, **{key: checked[key] for key in ("problems", "warnings")}, "next": commands})
+    else:
+        _show_preview("validate", preview)
 
 
 @app.command()

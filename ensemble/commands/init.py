@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from ensemble.common.errors import ConfigError, DataError, EnsembleError, WriteError
 from ensemble.common.files import output_file, write_text
 from ensemble.common.text import listed, plural, quoted
+from ensemble.config.document import parse
 from ensemble.config.values import MAX_NAME_CHARACTERS
 from ensemble.data.csv_file import read_header, read_text_csv
 from ensemble.data.formats import read_contents
@@ -38,6 +39,21 @@ _MARGIN, _SPECIAL, _STEP, _MAX_TOKENS = 1.5, 8, 64, 4096
 
 
 @dataclass(frozen=True)
+class Guess:
+    """Hold a guess: the key, its value in the config (None: none was written), and the reason.
+
+    The key of a member's key is ``name.key``, of all its labels ``name``.
+    """
+
+    key: str
+    value: Any
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.reason}"
+
+
+@dataclass(frozen=True)
 class _Member:
     name: str
     source: str  # as the user gave it
@@ -46,7 +62,7 @@ class _Member:
 
 def write_first_config(
     table: Path, sources: Sequence[str], sample: Path | None, output: Path, may_replace: bool
-) -> list[str]:
+) -> list[Guess]:
     """Guess a config, write it, and return its guesses; ``may_replace`` allows to replace an existing file."""
     inputs = [table, *map(Path, sources), *([] if sample is None else [sample])]
     target = output_file(output, inputs, may_replace)
@@ -57,7 +73,20 @@ def write_first_config(
         write_text(target, text)
     except WriteError as error:
         raise ConfigError(error.problems) from error
-    return re.findall(r"# GUESS: (.*)", text)
+    return [*_guesses(text)]
+
+
+def _guesses(text: str) -> Iterator[Guess]:
+    """Yield the guesses that a config's comments name."""
+    config = parse(text, "a first config").data
+    values = {**config, **config.get("defaults", {})}
+    values["submission.columns"] = config.get("submission", {}).get("columns")
+    for member in config["models"]:
+        values[member["name"]] = member.get("label_map", member.get("columns"))
+        values |= {f"{member['name']}.{key}": value for key, value in member.items()}
+    for comment in re.findall(r"# GUESS: (.*)", text):
+        key, _, reason = comment.partition(": ")
+        yield Guess(key, values.get(key), reason)
 
 
 def first_config(table: Path, sources: Sequence[str], sample: Path | None) -> str:

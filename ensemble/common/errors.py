@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Final
+from typing import Any, Final
 
 
 class ExitCode(IntEnum):
@@ -37,6 +37,14 @@ class EnsembleError(Exception):
 
 class ConfigError(EnsembleError):
     exit_code = ExitCode.REFUSED  # the YAML, an override or an environment variable is wrong
+
+
+class KeysError(ConfigError):
+    """Report wrong keys; ``rest`` is the config without them, None if too little is right."""
+
+    def __init__(self, problems: Sequence[str], rest: Any) -> None:
+        super().__init__(problems)
+        self.rest = rest
 
 
 class DataError(EnsembleError):

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from ensemble.common.errors import ConfigError
+from ensemble.common.errors import ConfigError, KeysError
 from ensemble.common.redact import Redactor
 from ensemble.common.remote_files import Copy
 from ensemble.common.text import nearest_or_all
@@ -230,11 +230,12 @@ def check_documents(
     apply_overrides(document, overrides)
     drop_stale_fit(document)
     values = expand(document, variables)
-    config = None
-    if not document.problems:  # a value that cannot be read would only bring about others
-        config = _Checker(document, merge_methods, member_kinds).check(values)
-    if config is None or document.problems:
+    if document.problems:  # a value that cannot be read would only bring about others
         raise ConfigError(document.problems)
+    checker = _Checker(document, merge_methods, member_kinds)
+    config = checker.check(values)
+    if config is None or document.problems:
+        raise KeysError(document.problems, checker.rest)
     return document, config
 
 
@@ -253,6 +254,8 @@ class _Checker:
         self._member_kinds = member_kinds
         self._labels: tuple[str, ...] = ()
         self._problems: list[Problem] = []
+        # What is left without keys that are wrong, with stand-ins for members that are.
+        self.rest: RunConfig | None = None
         # The place in the YAML of each key that a model has from the defaults.
         self._origins: dict[Loc, Loc] = {}
 
@@ -273,6 +276,9 @@ class _Checker:
         if isinstance(values.get("models"), list):
             values["models"] = self._members(values["models"], defaults)
         config, problems = validate(RunConfig, values, self._labels)
+        wrong = {loc[0] for loc, _ in (*self._problems, *problems)} - {"models"}
+        right = {"output_dir": ".", **{key: value for key, value in values.items() if key not in wrong}}
+        self.rest = config or validate(RunConfig, right, self._labels)[0]
         for loc, sentence in (*self._problems, *problems):
             # A wrong default is reported at its place, once for all members.
             self._document.report((*self._origins.get(loc[:3], loc[:3]), *loc[3:]), sentence)

@@ -69,6 +69,7 @@ from ensemble.config.values import (
     Temperature,
     Text,
     TimeLimit,
+    Trackers,
     Values,
     Versions,
     Weight,
@@ -772,6 +773,8 @@ class RunConfig(StrictConfig):
     output_dir: Folder = Field(examples=["runs/first"])  # folder for all files of the run
     # Address of a folder to which results are copied at the end, such as s3://bucket/runs/first; None: nowhere.
     copy_to: Address | None = None
+    # Experiment trackers that get scores, settings, seconds, memory and the report of a run; None: no tracker.
+    report_to: Trackers | None = None
     limit: Count | None = None  # only the first rows of the table
     seed: Seed = 0  # random seed
     devices: DeviceList | None = None  # the GPUs to use; None: all visible ones

@@ -365,6 +365,13 @@ Settings = Annotated[dict[str, Any], MustBe("a mapping of keys to values")]
 Names = Annotated[tuple[Text, ...], MustBe("a list of names", list)]
 Versions = Annotated[dict[str, Text], MustBe("a mapping of names to versions in quotes", dict)]
 Launcher = Annotated[str, _WORD, MustBe("the name of a launcher")]
+_TRACKER: Final = {"enum": ["mlflow", "trackio", "wandb"]}
+Trackers = Annotated[
+    tuple[Literal["mlflow", "trackio", "wandb"], ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    WithJsonSchema({"anyOf": [_TRACKER, {"type": "array", "items": _TRACKER}]}),
+    MustBe("mlflow, trackio or wandb, or a list of these"),
+]
 LauncherSettings = Annotated[
     # Settings are checked by the launcher.
     dict[str, Annotated[Any, WithJsonSchema({"type": ["object", "null"]})]],

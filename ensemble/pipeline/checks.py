@@ -75,12 +75,16 @@ class Problems:
             if problems:
                 raise kind(problems)
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(problem for error in self._errors for problem in error.problems)
+
     def raise_any(self) -> None:
         """Raise the collected errors: a single one as it is, several as one ConfigError."""
         if len(self._errors) == 1:
             raise self._errors[0]
         if self._errors:
-            raise ConfigError([problem for error in self._errors for problem in error.problems])
+            raise ConfigError(self.texts)
 
 
 def rule_key(loaded: LoadedConfig, number: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -23,7 +24,7 @@ from ensemble.common.gpus import Device, Inventory
 from ensemble.common.host import cpu_products
 from ensemble.common.packages import unsupported
 from ensemble.common.text import plural, quoted, similar_file
-from ensemble.config import LoadedConfig, RunConfig
+from ensemble.config import LoadedConfig, MemberConfig, RunConfig
 from ensemble.config.schema import AllowedLabelsTable
 from ensemble.data.answers import Answer
 from ensemble.data.predictions_csv import PredictionFile
@@ -72,6 +73,7 @@ from ensemble.pipeline.prepared import Prepared, merged_activation
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.pipeline.selection import expected_shares, share_of_job
+from ensemble.pipeline.trackers import missing_trackers
 from ensemble.pipeline.trained_members import HeldOut, held_out
 from ensemble.planning.forecast import Speed
 from ensemble.planning.placement import ModelFacts, chosen_devices
@@ -128,6 +130,7 @@ def prepare(
         members = _inspect_members(config, problems)
         problems.add(unsupported((), needed_packages(members.models, members.of_models)))
         problems.add(place_problems(loaded, members.models))
+        problems.add(missing_trackers(loaded))
         conditions = _compile_conditions(loaded, problems)
         answers = make_answers(loaded, problems)
         needs = _table_needs(config, members)
@@ -202,6 +205,24 @@ def prepare(
         if is_for_run:
             on_error.pop_all()
     return replace(prepared, warnings=tuple(_warnings(prepared, held.remarks, rows.warnings)))
+
+
+def file_problems(config: RunConfig) -> tuple[str, ...]:
+    """Return problems of table, sample and members' files, of a config with stand-ins for wrong members."""
+    problems = Problems()
+    if re.search(r"\b(s3|gs|hf|file):/", str(config.model_dump(mode="json"))):
+        return ()  # nothing is copied from its address before all keys are right
+    models: list[Model] = []
+    for index, member in enumerate(config.models):
+        if type(member) is not MemberConfig and member.training is None:
+            models += (replace(model, index=index) for model in compile_models([member], config.labels))
+    ask([question for question in (model.kind.question() for model in models) if question is not None])
+    for model in models:
+        with problems.at(model.place):
+            model.kind.inspect(_outputs(config))
+    table = problems.value_of("", read_table, config.data.path, TableNeeds(config.data.id_column))
+    _read_sample(config, table, {}, problems)
+    return problems.texts
 
 
 def _warnings(prepared: Prepared, *remarks: Sequence[str]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -44,6 +45,7 @@ from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to, system_erro
 from ensemble.pipeline.run_report import MERGED, MemberProgress, RunReport
 from ensemble.pipeline.selection import Selections
 from ensemble.pipeline.signals import Signals, heed_signals
+from ensemble.pipeline.trackers import tell_trackers
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_gpu_memory
 from ensemble.planning.plan import CpuChoice, ModelPlan
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
@@ -101,7 +103,7 @@ def run_prepared(
     """Run what has passed the checks, and close its launcher; the run ``began`` by ``boot_seconds``.
 
     Args:
-        has_hooks: other packages' functions are called at its end, however it ends.
+        has_hooks: other packages' functions are called at its end, however it ends, and trackers are told.
         held: how the caller, who holds the directory, handles signals; None: the run does both itself.
     """
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
@@ -130,7 +132,9 @@ def run_prepared(
                     return steps.go()
                 finally:
                     if has_hooks and steps.models:  # otherwise run.json is that of an earlier run
-                        for problem in call_hooks("ensemble.run_end", rundir.run_json.absolute()):
+                        hooks = call_hooks("ensemble.run_end", rundir.run_json.absolute())
+                        told = tell_trackers(prepared.loaded, steps.report(steps.status), began)
+                        for problem in chain(told, hooks):
                             log.warning("%s", problem)
                             display.say(problem)
 

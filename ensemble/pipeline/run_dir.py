@@ -10,7 +10,7 @@ output_dir/
   submission.csv           the sample submission's columns and row order, where one is named
   report.html              what ran where and what came of it, as a page to look at
   logs/run.log             what the parent did; logs/<model>-<replica>.log: all a worker printed;
-                           logs/report.log: what went wrong with the report
+                           logs/report.log, <tracker>.log: what went wrong with the report or a tracker
   work/                    the table as Arrow; <job>.<fingerprint>/: which rows, their order, shards, bad
                            rows, what was chosen (choices.json), and in cache/ what the model's workers
                            share; removed when the run is complete

@@ -257,7 +257,7 @@ def time_limit_text(
 
 @dataclass(frozen=True)
 class TrainingDeadline(Deadline):
-    """Give the time to members in their order, as a member that lacks a training cannot predict.
+    """Give the time to members in their order, as a member predicts only after all of its trainings.
 
     If the finished trainings show that a member's other trainings cannot all end in time, none of these begins.
     """

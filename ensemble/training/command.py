@@ -46,6 +46,7 @@ from ensemble.pipeline.run import Display, held_directory, run_prepared
 from ensemble.pipeline.run_dir import RunDir, head, logging_to, system_errors_in
 from ensemble.pipeline.run_report import RunReport
 from ensemble.pipeline.signals import Signals
+from ensemble.pipeline.trackers import missing_trackers
 from ensemble.pipeline.trained_members import is_trained, missing_parts, with_trained
 from ensemble.pipeline.training_dir import Part, TrainingDir, parts_of
 from ensemble.training.data import TrainingData, read_training_data
@@ -249,7 +250,7 @@ def check_trainings(loaded: LoadedConfig) -> None:
     Raises:
         ConfigError: with every problem, each with its key.
     """
-    problems: list[str] = []
+    problems = [*missing_trackers(loaded)]  # of the run that follows
     from_base: dict[str, TrainingFromBase] = {}
     for index, model in enumerate(loaded.config.models):
         key, training = f"models[{index}].train", training_from_base(model)

@@ -9,6 +9,7 @@ import sys
 from typing import Any, NoReturn
 
 import pytest
+import yaml
 
 from tests.project import Project
 
@@ -90,3 +91,36 @@ def test_json_of_status_and_the_log_on_the_terminal(project: Project) -> None:
     assert asked(project, "status", "runs/first")["state"] == "killed"
     quiet = project.ensemble("run", "config.yaml", "--fresh")
     assert " INFO " not in quiet.stdout
+
+
+def test_json_of_init(project: Project) -> None:
+    (project.folder / "models").symlink_to(project.models)
+    made = asked(project, "init", "test.csv", "models/gemma", "models/llama")
+    assert made["config"] == str(project.folder / "config.yaml")
+    written = yaml.safe_load((project.folder / "config.yaml").read_text(encoding="utf-8"))
+    guesses = {guess["key"]: guess for guess in made["guesses"]}
+    assert guesses["max_length"]["value"] == written["defaults"]["max_length"]
+    assert guesses["max_length"]["reason"].startswith("the longest row has about ")
+    assert any("empty cell" in text for text in made["warnings"])
+    assert made["next"] == [
+        "ensemble plan config.yaml",
+        "ensemble run --limit 100 config.yaml",
+        "ensemble run config.yaml",
+    ]
+    again = project.ensemble("init", "test.csv", "models/gemma", "--json")
+    assert again.returncode == 2
+    assert "config.yaml" in json.loads(again.stdout)["problems"][0]
+
+
+def test_json_of_a_first_config_that_is_not_valid_yet(project: Project) -> None:
+    (project.folder / "models").symlink_to(project.models)
+    sample = project.write_csv("other.csv", ["id", "winner_a"], [["nobody", "0.5"]])
+    made = asked(
+        project, "init", "test.csv", "models/gemma", "--sample", sample.name, "-o", "a b.yaml", code=2
+    )
+    assert (project.folder / "a b.yaml").is_file()
+    assert made["config"] == str(project.folder / "a b.yaml")
+    assert made["next"] == ["ensemble validate 'a b.yaml'"]
+    assert {"key", "value", "reason"} == {*made["guesses"][0]}
+    plain = project.ensemble("init", "test.csv", "models/gemma", "--sample", sample.name, "--force")
+    assert plain.returncode == 2

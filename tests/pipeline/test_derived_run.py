@@ -8,7 +8,7 @@ import yaml
 
 from ensemble.pipeline.load import derived_run, load
 
-LEFT_OUT = ("submission", "rules", "limit", "fitted_on", "copy_to")
+LEFT_OUT = ("submission", "rules", "limit", "fitted_on", "copy_to", "report_to")
 
 
 def test_a_derived_run_keeps_all_keys_but_those_of_the_configs_own_results(tmp_path: Path) -> None:
@@ -33,6 +33,7 @@ def test_a_derived_run_keeps_all_keys_but_those_of_the_configs_own_results(tmp_p
         "submission": {"sample": "sample.csv"},
         "fitted_on": {"rows": 5, "sha256": "0" * 64, "metric": "log_loss", "value": 0.3},
         "copy_to": "s3://bucket/folder",
+        "report_to": "mlflow",
         "limit": 10,
         "time_limit": "1h",
         "retries": 3,

@@ -137,6 +137,7 @@ HARMLESS_OF_RUN: dict[str, dict[str, Any]] = {
     "launcher": {"launcher": "local"},
     "output_dir": {"output_dir": "elsewhere"},
     "copy_to": {"copy_to": "s3://bucket/elsewhere"},
+    "report_to": {"report_to": "mlflow"},
     "devices": {"devices": None},
     "max_workers_per_gpu": {"max_workers_per_gpu": 2},
     "cpu_workers": {"cpu_workers": 2},

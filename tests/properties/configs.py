@@ -241,6 +241,7 @@ GOOD: Final[dict[str, Any]] = {
     },
     "output_dir": "runs/first",
     "copy_to": "file:///results/first",
+    "report_to": ["trackio", "mlflow"],
     "limit": 5,
     "seed": 1,
     "devices": [0, "GPU-1"],

@@ -187,7 +187,7 @@ def _timeline_picture(report: RunReport, bars: list[_Bar], names: Mapping[str, s
         handles = [Patch(color=SERIES[number % len(SERIES)]) for number in members]
         # Matplotlib leaves names with an underscore at the start out of a legend.
         labels = [f"\u200b{shortened(report.members[number].name, 16)}" for number in members]
-        figure.legend(handles, labels, loc="outside upper left", ncols=3)
+        figure.legend(handles, labels, loc="outside upper left", ncols=2)
 
     text = (
         "Each bar is a worker process on its device: pale while Python and the libraries start, stronger while it "
@@ -196,7 +196,7 @@ def _timeline_picture(report: RunReport, bars: list[_Bar], names: Mapping[str, s
     earlier = [member.name for member in report.members if member.workers and not member.chunks]
     if earlier:
         text += f" Computed by an earlier run, with times since its start: {', '.join(earlier)}."
-    height = 69 + 16 * -(-len(members) // 3) + 22 * len(lanes)
+    height = 69 + 16 * -(-len(members) // 2) + 22 * len(lanes)
     return picture(draw, "Workers of the devices over time", text, height)
 
 

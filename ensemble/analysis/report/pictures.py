@@ -20,15 +20,15 @@ INK: Final = "#1f2328"
 MUTED: Final = "#656d76"
 GRID: Final = "#d8dee4"
 SERIES: Final = ("#2f6fd1", "#d9730e", "#2b8a5c", "#b8408e", "#7d5bd1", "#8a6d1e", "#1a8ea2", "#c43c3d")
-# Of a picture, in CSS pixels: little more than a phone is wide, so that its text can be read there.
-WIDTH: Final = 420
+# Of a picture, in CSS pixels: less than a phone is wide, so that its text can be read there.
+WIDTH: Final = 340
 _POINTS_PER_PIXEL = 0.75
 _STYLE = {
     "svg.fonttype": "none",  # text stays text: it can be searched and read out, and takes a fifth of the bytes
     "text.parse_math": False,  # a $ in the name of a member is a $
     "font.family": "DejaVu Sans",  # comes with Matplotlib; the page's font is narrower
-    "font.size": 8,
-    "axes.titlesize": 8.5,
+    "font.size": 9,
+    "axes.titlesize": 9.5,
     "axes.facecolor": "none",
     "figure.facecolor": "none",
     "savefig.facecolor": "none",
@@ -75,7 +75,7 @@ def picture(draw: Callable[[Figure], None], title: str, text: str, height: float
         "picture",
         width=f"{WIDTH * _POINTS_PER_PIXEL:g}",
         height=f"{height * _POINTS_PER_PIXEL:g}",
-        widest=f"{WIDTH * 1.4:.0f}",  # in a wide window
+        widest=f"{WIDTH * 1.3:.0f}",  # in a wide window
         title=title,
         drawing=Markup(" ".join(drawing.split())),
         text=text,

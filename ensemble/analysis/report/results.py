@@ -256,16 +256,15 @@ def _sentences(predictions: Predictions, pairs: Mapping[tuple[str, str], Pair]) 
         subject = "values" if predictions.activation == "none" else "probabilities"
         meaning = "without true labels nobody can tell whether they share what is right or what is wrong."
     else:
-        subject, meaning = "errors", "they fail apart often enough for a mean of the two to gain."
-        if correlations[closest] > 0.9:
-            meaning = "they fail together, so a mean of the two gains little over either."
+        subject, meaning = "errors", "at 0 they would be independent, at 1 the same."
     effective = []
     if predictions.truth is not None and len(correlations) == len(pairs):
         mean, members = float(np.mean([*correlations.values()])), len(predictions.members)
         count = effective_members(members, mean)
         if math.isfinite(count):
             effective = [
-                f"Together the {members} members count as {number(count, 1)} members with independent errors."
+                f"Together the {members} members count as {number(count, 1)} members with independent errors: the "
+                "higher this number, the more their mean can gain."
             ]
     high, low = number(correlations[closest], 2), number(correlations[furthest], 2)
     if len(correlations) == 1:
@@ -468,8 +467,8 @@ def _diagrams_picture(diagrams: Mapping[str, Reliability], quantity: str) -> Mar
             axes.scatter(x, y, sizes, color=SERIES[0], zorder=3)
             axes.set_title(shortened(name, 22))
             axes.set(xlim=(0, 102), ylim=(0, 102), aspect="equal")
-        figure.supxlabel(f"{quantity} (%)", fontsize=8, color=MUTED)
-        figure.supylabel("came true (%)", fontsize=8, color=MUTED)
+        figure.supxlabel(f"{quantity} (%)", fontsize=9, color=MUTED)
+        figure.supylabel("came true (%)", fontsize=9, color=MUTED)
 
     text = (
         f"The {quantity} and how often it came true, in bins of 10 points. On the dashed line both are the same; "
@@ -478,7 +477,7 @@ def _diagrams_picture(diagrams: Mapping[str, Reliability], quantity: str) -> Mar
     )
     if len(diagrams) > len(panels):
         text += f" The first {len(panels)} of {len(diagrams)}; the table has all."
-    return picture(draw, "Reliability diagrams", text, height=30 + 200 * down)
+    return picture(draw, "Reliability diagrams", text, height=40 + 165 * down)
 
 
 def reliability(values: Values, known: LabelledRows) -> Reliability:

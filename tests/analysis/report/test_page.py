@@ -24,6 +24,7 @@ from tests.sampling import one_in
 PHONE = 390
 # Web Content Accessibility Guidelines 2.2, 1.4.3: of text, and of large text.
 MIN_CONTRAST = 4.5
+MIN_TEXT = 12
 MAX_BYTES = 3_000_000
 in_chromium = pytest.mark.skipif(COMMAND is None, reason="Chromium is not installed")
 
@@ -77,6 +78,13 @@ def test_the_page_opens(
         ).map(one => one.outerHTML.slice(0, 200))"""
     )
     assert wide == []
+    # The text of pictures can be read, in CSS pixels.
+    sizes = tab.run(
+        """[...document.querySelectorAll("svg text")].map(one => parseFloat(getComputedStyle(one).fontSize) *
+        one.ownerSVGElement.getBoundingClientRect().width / one.ownerSVGElement.viewBox.baseVal.width)"""
+    )
+    assert sizes
+    assert min(sizes) >= MIN_TEXT
     # A table that is wider than its frame says so: at the edge behind which there is more a shadow shows.
     frames = tab.run(
         """[...document.querySelectorAll(".table")].map(one => [one.scrollWidth > one.clientWidth,

@@ -227,7 +227,7 @@ def test_agreement_says_who_is_right_where_two_differ(made: Made) -> None:
     match = re.search(r"with the true labels m0 (\S+) \(.*?\) m1 (\S+) \(.*?\) ensemble (\S+) \(", text)
     assert match is not None
     assert [*match.groups()] == [f"{kappa:.4f}" for kappa in kappas]
-    assert f"Together the 2 members count as {count} members with independent errors." in text
+    assert f"Together the 2 members count as {count} members with independent errors:" in text
 
 
 @pytest.mark.long
