@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -518,17 +517,3 @@ def _check_labels_are_not_mixed_up(kaggle: Project, values: np.ndarray) -> None:
     likeness = np.corrcoef(values.T, expected.T)[:3, 3:]
     assert likeness.argmax(axis=1).tolist() == [0, 1, 2], likeness
     assert likeness.diagonal().min() > 0.99, likeness
-
-
-def test_the_readme_shows_a_config_that_is_valid(tmp_path: Path) -> None:
-    from ensemble.pipeline.load import load as load_config
-
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    examples = [block.split("```")[0] for block in readme.split("```yaml\n")[1:]]
-    assert examples
-    whole = [example for example in examples if {"data", "models"} <= {*yaml.safe_load(example)}]
-    assert whole
-    for example in whole:
-        (tmp_path / "c.yaml").write_text(example, encoding="utf-8")
-        assert load_config(tmp_path / "c.yaml").config.models
-        assert yaml.safe_load(example)["output_dir"]

@@ -206,19 +206,3 @@ def test_the_docs_list_every_extra_with_what_it_installs() -> None:
     assert set(table) == set(extras)
     for extra in set(extras) - {"bench", "dev", "docs"}:  # what developers need has no list in the docs
         assert table[extra] == ", ".join(re.split(r"\W*[<>=]", package)[0] for package in extras[extra])
-
-
-def test_links_between_pages_lead_somewhere() -> None:
-    headings = re.compile(r"^#{1,6} (.*)$", re.MULTILINE)
-    broken = []
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-            name, _, anchor = target.partition("#")
-            if ":" in name:  # on the web
-                continue
-            file = page.parent / name if name else page
-            texts = headings.findall(file.read_text(encoding="utf-8")) if anchor and file.is_file() else []
-            anchors = {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts}
-            if not file.exists() or (anchor and anchor not in anchors):
-                broken.append(f"{page.name}: {target}")
-    assert not broken
