@@ -98,7 +98,7 @@ format: $(VENV)/.dev
 # Material's notice that it has a successor is no warning of this build.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "documentation: site/index.html"
+	@echo "documentation: site/index.html; with search: python3 -m http.server -d site, then http://localhost:8000"
 
 demo: $(VENV)/.dev
 	$(BIN)/python scripts/make_demo.py
