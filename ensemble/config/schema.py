@@ -185,7 +185,7 @@ _ROWS: Final = "rows are encoded before the training, as they are for prediction
 # By key; a name that ends with "_" stands for all keys that begin with it.
 OWNED: Final[Mapping[str, str]] = {
     "auto_find_batch_size": "it would begin again at step 0 with weights that are trained already; leave "
-    "train.per_device_train_batch_size at auto, which finds the size before the training",
+    "train.per_device_train_batch_size at auto, which goes on with fewer rows when memory runs out",
     "gradient_accumulation_steps": "it follows from train.effective_batch_size and the rows that fit",
     "per_device_train_batch_size": "train has a key of this name",
     "average_tokens_across_devices": "the loss is divided by the rows of the effective batch",
