@@ -111,10 +111,10 @@ def page() -> str:
         parts += [section(title, shared, own_keys(shared), f"These keys belong to {names}.")]
     for name, kind in kinds().items():
         more = [title for title, shared in SHARED.items() if issubclass(kind, shared)]
-        links = " and ".join(f"[{title}](#{slug(title)})" for title in more)
+        links = " and ".join(link(title) for title in more)
         text = f"It also has the keys of {links}." if more else ""
         parts += [section(f"`models` with `task_type: {name}`", kind, own_keys(kind), text)]
-    seen: set[str] = set()
+    seen: dict[type[BaseModel], str] = {}
     keys: set[str] = set()
     for name, kind in kinds().items():
         for key in kind.model_fields:
@@ -125,15 +125,30 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def inner_sections(title: str, hint: Any, seen: set[str]) -> Iterator[str]:
-    """Sections for the mappings that a key holds, those within the mappings included; each once."""
+def inner_sections(title: str, hint: Any, seen: dict[type[BaseModel], str]) -> Iterator[str]:
+    """Yield sections for the mappings that a key holds, those within the mappings included; each once.
+
+    A mapping that shares keys with one before names it, and lists the other keys. ``seen`` has titles by mapping.
+    """
     for model in inner_models(hint):
-        if model.__name__ not in seen:
-            seen.add(model.__name__)
+        if model in seen:
+            continue
+        base = next((one for one in model.__mro__[1:] if one in seen), None)
+        larger = next((one for one in seen if issubclass(one, model)), None)
+        if larger is not None:
+            names = ", ".join(f"`{key}`" for key in model.model_fields)
+            yield f"## {title}\n\n{in_short(model)} Its keys are {names} of {link(seen[larger])}.\n"
+        elif base is not None and issubclass(base, BaseModel):
+            more = f"It also has the keys of {link(seen[base])}."
+            yield section(
+                title, model, [key for key in model.model_fields if key not in base.model_fields], more
+            )
+        else:
             yield section(title, model, model.model_fields)
-            for key, field in model.model_fields.items():
-                place = title.replace("` of", f".{key}` of", 1)
-                yield from inner_sections(place, field.annotation, seen)
+        seen[model] = title
+        for key, field in model.model_fields.items():
+            place = title.replace("` of", f".{key}` of", 1)
+            yield from inner_sections(place, field.annotation, seen)
 
 
 def inner_models(hint: Any) -> Iterator[type[BaseModel]]:
@@ -155,9 +170,10 @@ def own_keys(model: type[BaseModel]) -> list[str]:
     ]
 
 
-def slug(title: str) -> str:
-    """Return a heading's anchor."""
-    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+def link(title: str) -> str:
+    """Return a link to a section of this page."""
+    anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+    return f"[{title}](#{anchor})"
 
 
 def section(
