@@ -265,6 +265,7 @@ def init(
         show_json({**facts, **{key: checked[key] for key in ("problems", "warnings")}, "next": commands})
     else:
         _show_preview("validate", preview)
+        print(f"next: ensemble plan {file}, then ensemble run {file} --limit 100")
 
 
 @app.command()

@@ -363,10 +363,9 @@ def _gpus_of_training(prepared: Prepared, train: TrainConfig) -> int:
 
 def where_text(plan: Plan, model: ModelPlan, nodes: int) -> str:
     """Return on what a member runs, on how many ``nodes`` of a cluster, and how many replicas wait for room."""
-    replicas, later = plural(model.replicas, "replica"), ""
-    if model.first_replicas < model.replicas:
-        first = "" if model.first_replicas == 1 else f" {model.first_replicas}"
-        later = f", all but the first{first} when {'GPUs' if model.gpus else 'cores'} are left over"
+    replicas, later = plural(model.first_replicas, "replica"), ""
+    if more := model.replicas - model.first_replicas:
+        later = f", and {more} more when {'GPUs' if model.gpus else 'cores'} are free"
     if not model.gpus:
         cpu = f"the CPUs of {plural(nodes, 'node')}" if nodes else "the CPU"
         cores = threads_of(plan.cpus, model.cpu_share)

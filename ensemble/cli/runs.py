@@ -43,7 +43,11 @@ def summary(report: RunReport) -> Iterator[str | Table]:
     yield fitted_text(report)
     yield from answer_texts(report)
     if ENSEMBLE_ROW in report.files and report.ensemble.get("method"):
-        yield f"merge method: {report.ensemble['method']}"
+        weights = {member.name: weight_text(member.weight) for member in report.members}
+        shown = ", ".join(f"{name} {weight}" for name, weight in weights.items())
+        yield f"merge method: {report.ensemble['method']}" + f"; weights: {shown}" * (
+            len({*weights.values()}) > 1
+        )
     yield _poor(report)
     for member in report.members:
         yield from (f"{member.name}: {note}" for note in _notes(report, member))

@@ -166,8 +166,8 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None) -> st
     lines += ["", f"# {origin}", f"labels: {_list(labels)}", "", "models:"]
     if len(members) > 1:
         lines += [
-            "  # All have the same weight. If true labels are known, `python -m ensemble fit` writes weights to a",
-            "  # file of their own: run config.yaml weights.yaml",
+            "  # All have the same weight. If true labels are known, `ensemble fit` writes weights to a file of",
+            "  # their own: ensemble run config.yaml weights.yaml",
         ]
     filters = {"json": r" | fromjson | join('\n')"}
     template = "\n\n".join(f"<{name}>: {{{{ {name}{filters.get(contents[name], '')} }}}}" for name in texts)

@@ -60,7 +60,7 @@ def gain_text(report: RunReport) -> str:
         with contextlib.suppress(EnsembleError):  # the method's package is not installed any more
             method = METHODS.load(str(report.ensemble.get("method", "mean")))
             options = f"{method.fit_options}{options}".strip()
-            text += f"; `{f'python -m ensemble fit CONFIG {options}'.strip()}` finds better weights"
+            text += f"; `{f'ensemble fit CONFIG {options}'.strip()}` finds better weights"
     return text
 
 

@@ -83,7 +83,7 @@ def write_page(
         return page
     log.warning("the report was not written: %s", why)
     say(
-        f"the report was not written: {why}. The results are complete; `python -m ensemble report "
+        f"the report was not written: {why}. The results are complete; `ensemble report "
         f"{shlex.quote(shown_path(rundir.root))}` writes it"
     )
     return None

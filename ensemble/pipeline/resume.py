@@ -181,7 +181,7 @@ def _say_what_is_kept(work: Work, say: Callable[[str], None]) -> None:
         say(f"{name}: done by an earlier run, reused")
         return
     if work.why_again and not work.rows_kept:
-        consequence = "rows that are as they were are kept" if work.rows_taken else "it runs again"
+        consequence = "equal rows are kept" if work.rows_taken else "it runs again"
         say(f"{name}: {work.why_again}; {consequence}")
     if work.rows_kept:
         say(f"{name}: {work.rows_kept:,} of {rows} kept from an earlier run")

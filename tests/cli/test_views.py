@@ -64,7 +64,7 @@ LOST = "worse than its best member b (95 % interval 0.0010 to 0.0046)"
         (
             (-0.0028, -0.0046, -0.001),
             (1.0, 1.0),
-            f"0.0028 {LOST}; `python -m ensemble fit CONFIG` finds better weights",
+            f"0.0028 {LOST}; `ensemble fit CONFIG` finds better weights",
         ),
         (
             (-0.0016, -0.0042, 0.001),
@@ -102,9 +102,9 @@ def test_whether_the_ensemble_is_better_than_its_best_member(
         ("geometric_mean", " fit CONFIG` finds better weights"),
         (
             "median",
-            "; `python -m ensemble fit CONFIG --set ensemble.method=mean` finds better weights",
+            "; `ensemble fit CONFIG --set ensemble.method=mean` finds better weights",
         ),
-        ("stacking", "; `python -m ensemble fit CONFIG --method stacking` finds better weights"),
+        ("stacking", "; `ensemble fit CONFIG --method stacking` finds better weights"),
         ("of a package that is gone", "(95 % interval 0.0500 to 0.2000)"),
     ],
 )
@@ -128,7 +128,7 @@ def test_what_is_said_of_a_loss_is_what_the_merge_method_bears(method: str, advi
         (line,) = [line for line in shown("runs.summary", raw) if line.startswith("ensemble:")]
         assert line == (
             "ensemble: RMSE 12.25, 150 worse in squared error than its best member b (95 % interval 100 to 200); "
-            "`python -m ensemble fit CONFIG --method greedy --calibration none --metric rmse` finds better weights"
+            "`ensemble fit CONFIG --method greedy --calibration none --metric rmse` finds better weights"
         )
 
 

@@ -62,9 +62,7 @@ def test_a_trials_rows_count(chunky: Project, forked: ForkedRuns, undisturbed: d
     assert forked.run(chunky.folder) == 0, forked.printed
     assert counts(chunky) == {"llama": (TRIAL, ROWS - TRIAL)}
     assert members(chunky)["llama"]["taken_over"] == {"predictions/llama.csv": TRIAL}
-    assert (
-        "llama: rows changed since its predictions were made; rows that are as they were are kept"
-    ) in forked.printed
+    assert ("llama: its predictions are of a table with other rows; equal rows are kept") in forked.printed
     assert f"llama: {TRIAL} of {ROWS} rows taken over from predictions/llama.csv" in forked.printed
     check_close(results(chunky), undisturbed)
     assert results(chunky)["predictions/llama.csv"].splitlines()[1 : 1 + TRIAL] == trial.splitlines()[1:]

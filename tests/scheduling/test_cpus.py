@@ -231,6 +231,6 @@ def test_a_plan_says_which_replicas_wait_until_another_member_is_done() -> None:
     known = {"m0": facts(lengths), "m1": facts(lengths)}
     both = make_plan(config({}, {}, cpu_workers=2), known, [], MACHINE, cpus=4)
     alone = make_plan(config({}, cpu_workers=2), {"m0": known["m0"]}, [], MACHINE, cpus=4)
-    waits = ", all but the first when cores are left over"
-    for made, later in ((both, waits), (alone, "")):
-        assert where_text(made, made.models[0], 0) == f"2 replicas on the CPU, with 2 cores of 4{later}"
+    where = "on the CPU, with 2 cores of 4"
+    assert where_text(both, both.models[0], 0) == f"1 replica {where}, and 1 more when cores are free"
+    assert where_text(alone, alone.models[0], 0) == f"2 replicas {where}"

@@ -62,7 +62,7 @@ def find_file(name_or_path: str, file: str, revision: str | None = None) -> Path
         near = nearest(folder.name, (entry.name for entry in folder.parent.iterdir() if entry.is_dir()))
         problem += f"; did you mean {folder.parent / near}?" if near is not None else ""
     elif folder.parent != folder:
-        problem += f" ({folder.parent} does not exist either)"
+        problem += f" ({folder.parent} does not exist either; paths start at the working directory)"
     # If there is a folder "models", "models/gemma" is a mistyped path, not a model of an organisation.
     is_path = folder.parent != Path() and folder.parent.is_dir()
     if is_path or not _HUB_ID.fullmatch(name_or_path) or name_or_path.startswith("."):
