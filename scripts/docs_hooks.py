@@ -66,6 +66,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return _LINK.sub(in_site, markdown)
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Lead the links of the index for agents to the pages of the site."""
+    index = Path(config.site_dir) / "llms.txt"
+    index.write_text(index.read_text(encoding="utf-8").replace(".md)", ".html)"), encoding="utf-8")
+
+
 def outside_files(page: str, text: str) -> Iterator[str]:
     """Yield the files outside docs/ that a page links to, by their paths from the root."""
     for link in _LINK.finditer(text):

@@ -9,25 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 import ensemble
+from ensemble.cli.app import app
 from tests.project import ROOT
 from tests.waiting import PATIENCE_SECONDS
 
 
 def test_the_site_has_every_page_command_and_function(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
+    site = tmp_path / "a site"
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mkdocs",
-            "build",
-            "--strict",
-            "--quiet",
-            "--site-dir",
-            str(tmp_path / "a site"),
-        ],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         stdout=subprocess.PIPE,
@@ -37,26 +31,17 @@ def test_the_site_has_every_page_command_and_function(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     pages = {
-        path.relative_to(tmp_path / "a site").as_posix(): path.read_text(encoding="utf-8")
-        for path in (tmp_path / "a site").rglob("*.html")
+        path.relative_to(site).as_posix(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")
     }
     written = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
     assert {path.as_posix() for path in written} <= set(pages)
     assert {"index.html", "project/changelog.html", "project/security.html"} <= set(pages)
-    for command in (
-        "run",
-        "train",
-        "validate",
-        "plan",
-        "init",
-        "merge",
-        "fit",
-        "compare",
-        "report",
-        "doctor",
-    ):
+    for command in typer.main.get_group(app).commands:
         assert f'id="ensemble-{command}"' in pages["reference/cli.html"], command
     for name in ensemble.__all__:
         assert re.search(rf'\.{name}"|<code>{name}</code>', pages["reference/api.html"]), name
+    links = re.findall(r"\]\((.+?)\)", (site / "llms.txt").read_text(encoding="utf-8"))
+    assert links
+    assert set(links) <= set(pages)
     for name, page in pages.items():
         assert not re.search(r'(src|rel="stylesheet" href)="?https?:', page), f"{name} asks another server"
