@@ -95,9 +95,9 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Material's notice that it has a successor is no warning of this build.
+# Material's notice that it has a successor is no warning of this build. With --quiet, --strict counts no warnings.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "documentation: site/index.html; with search: python3 -m http.server -d site, then http://localhost:8000"
 
 demo: $(VENV)/.dev

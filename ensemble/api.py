@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from ensemble.cli.layout import show
-from ensemble.common.errors import ConfigError, DataError, Interrupted, KeysError, OutputError, OutputInUse
+from ensemble.common.errors import ConfigError, DataError, Interrupted, OutputError, OutputInUse
 from ensemble.common.files import output_file, settings_file, write_text
 from ensemble.common.packages import demand_supported
 from ensemble.common.python_process import keep_pandas_out, one_thread_for_numpy
@@ -609,7 +609,7 @@ def _preview(
 ) -> Preview:
     try:
         loaded = _load_as_written(config, overrides)
-    except KeysError as error:
+    except ConfigError as error:
         if error.rest is None:
             raise
         with redacted_errors(Redactor(os.environ, error.rest.model_dump())):

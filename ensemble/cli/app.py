@@ -243,9 +243,9 @@ def init(
     with api.imports():
         from ensemble.commands.init import write_first_config
     guesses = write_first_config(table, models, sample, output, force)
-    for text in (f"{output}: written; look through it", *(f"guess: {guess}" for guess in guesses)):
-        if not as_json:
-            print(*wrapped(text, page_width(sys.stdout)), sep="\n")
+    texts = [f"{output}: written; look through it", *(f"guess: {guess}" for guess in guesses)]
+    for text in () if as_json else texts:
+        print(*wrapped(text, page_width(sys.stdout)), sep="\n")
     facts, file = {"config": output.absolute(), "guesses": guesses}, shlex.quote(str(output))
     try:
         preview = api.validate([output])

@@ -44,10 +44,8 @@ def summary(report: RunReport) -> Iterator[str | Table]:
     yield from answer_texts(report)
     if ENSEMBLE_ROW in report.files and report.ensemble.get("method"):
         weights = {member.name: weight_text(member.weight) for member in report.members}
-        shown = ", ".join(f"{name} {weight}" for name, weight in weights.items())
-        yield f"merge method: {report.ensemble['method']}" + f"; weights: {shown}" * (
-            len({*weights.values()}) > 1
-        )
+        shown = f"; weights: {', '.join(map(' '.join, weights.items()))}" * (len({*weights.values()}) > 1)
+        yield f"merge method: {report.ensemble['method']}{shown}"
     yield _poor(report)
     for member in report.members:
         yield from (f"{member.name}: {note}" for note in _notes(report, member))

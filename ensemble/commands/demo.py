@@ -29,17 +29,6 @@ _FROM_DEMO = (
     *(_MARK, "sample_submission.csv", "test.csv"),
     *(f"models/{model}/{name}" for model in ("gemma2", "llama") for name in _MODEL_FILES),
 )
-_README = """\
-# The demo of ensemble
-
-`ensemble demo` wrote these files. Edit them as you like: `ensemble demo` replaces no file that is there.
-
-- `config.yaml`: the config. In this folder, `ensemble run config.yaml` runs it.
-- `test.csv`: definitions of 2,000 nouns from WordNet, each with its topic. Their licence is `LICENSE.WordNet`.
-- `models/`: two small classifiers, which predict the topic from the definition.
-- `sample_submission.csv`: the columns and the row order of `submission.csv`.
-- `runs/demo/`: the results. Open `report.html` in a browser.
-"""
 
 
 def write_demo(folder: Path) -> str:
@@ -99,4 +88,4 @@ def checkout_files(root: Path) -> dict[str, bytes]:
     _, _, config = (root / "configs/demo.yaml").read_text(encoding="utf-8").partition("\n")  # without $schema
     config = config.replace("/../demo/", "/").replace("output_dir: ", "output_dir: ${CONFIG_DIR}/")
     files = {name: (root / "demo" / name).read_bytes() for name in _FROM_DEMO}
-    return {**files, "README.md": _README.encode(), "config.yaml": config.encode()}
+    return {**files, "README.md": (root / "demo/copy.md").read_bytes(), "config.yaml": config.encode()}

@@ -40,10 +40,7 @@ _MARGIN, _SPECIAL, _STEP, _MAX_TOKENS = 1.5, 8, 64, 4096
 
 @dataclass(frozen=True)
 class Guess:
-    """Hold a guess: the key, its value in the config (None: none was written), and the reason.
-
-    The key of a member's key is ``name.key``, of all its labels ``name``.
-    """
+    """Hold a guess: the key (of a member ``name.key``, of its labels ``name``), the value if any, the reason."""
 
     key: str
     value: Any

@@ -37,14 +37,7 @@ class EnsembleError(Exception):
 
 class ConfigError(EnsembleError):
     exit_code = ExitCode.REFUSED  # the YAML, an override or an environment variable is wrong
-
-
-class KeysError(ConfigError):
-    """Report wrong keys; ``rest`` is the config without them, None if too little is right."""
-
-    def __init__(self, problems: Sequence[str], rest: Any) -> None:
-        super().__init__(problems)
-        self.rest = rest
+    rest: Any = None  # the config without its wrong keys, if enough is right
 
 
 class DataError(EnsembleError):

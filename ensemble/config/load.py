@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from ensemble.common.errors import ConfigError, KeysError
+from ensemble.common.errors import ConfigError
 from ensemble.common.redact import Redactor
 from ensemble.common.remote_files import Copy
 from ensemble.common.text import nearest_or_all
@@ -235,7 +235,9 @@ def check_documents(
     checker = _Checker(document, merge_methods, member_kinds)
     config = checker.check(values)
     if config is None or document.problems:
-        raise KeysError(document.problems, checker.rest)
+        error = ConfigError(document.problems)
+        error.rest = checker.rest
+        raise error
     return document, config
 
 

@@ -368,6 +368,7 @@ Launcher = Annotated[str, _WORD, MustBe("the name of a launcher")]
 _TRACKER: Final = {"enum": ["mlflow", "trackio", "wandb"]}
 Trackers = Annotated[
     tuple[Literal["mlflow", "trackio", "wandb"], ...],
+    AfterValidator(lambda names: tuple(dict.fromkeys(names))),
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
     WithJsonSchema({"anyOf": [_TRACKER, {"type": "array", "items": _TRACKER}]}),
     MustBe("mlflow, trackio or wandb, or a list of these"),

@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +79,9 @@ def write_page(
     else:
         say("the report is being written")
         # Two seconds are for the end of the process and of the run.
-        why = _write(rundir, min(_MAX_SECONDS, seconds_left - 2), is_stopped)
+        command = python_command("ensemble.analysis.report.__main__")
+        command += [str(rundir.root.resolve()), str(rundir.report_page.absolute()), str(os.getpid())]
+        why = run_apart(command, rundir.report_log, min(_MAX_SECONDS, seconds_left - 2), is_stopped)
     if not why:
         return page
     log.warning("the report was not written: %s", why)
@@ -89,16 +92,18 @@ def write_page(
     return None
 
 
-def _write(rundir: RunDir, max_seconds: float, is_stopped: Callable[[], bool]) -> str:
-    """Write the page, and return why it could not be written; empty if it was."""
-    command = python_command("ensemble.analysis.report.__main__")
-    command += [str(rundir.root.resolve()), str(rundir.report_page.absolute()), str(os.getpid())]
+def run_apart(
+    command: list[str], log_path: Path, seconds: float, is_stopped: Callable[[], bool], content: bytes = b""
+) -> str:
+    """Run a command that reads ``content``, and return why it failed; empty if it did not."""
     try:
-        with open_log(rundir.report_log) as output:
+        with open_log(log_path) as output, tempfile.TemporaryFile() as stdin:
             log_start = output.seek(0, os.SEEK_END)
+            stdin.write(content)
+            stdin.seek(0)
             process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **python_environment()},
@@ -106,12 +111,12 @@ def _write(rundir: RunDir, max_seconds: float, is_stopped: Callable[[], bool]) -
             )
     except OSError as error:
         return f"no process could be started for it ({error.strerror or error})"
-    why, end = "", time.monotonic() + max_seconds
+    why, end = "", time.monotonic() + seconds
     while process.poll() is None and not why:
         if is_stopped():
             why = "a signal stopped it"
         elif time.monotonic() > end:
-            why = f"it was not done after {duration(max_seconds)}"
+            why = f"it was not done after {duration(seconds)}"
         time.sleep(_POLL_SECONDS)
     if why:
         process.kill()
@@ -120,8 +125,8 @@ def _write(rundir: RunDir, max_seconds: float, is_stopped: Callable[[], bool]) -
         return why
     if process.returncode == 0:
         return ""
-    see_log = f"; {shown_path(rundir.report_log)} says more"
+    see_log = f"; {shown_path(log_path)} says more"
     if process.returncode < 0:
         return f"its process was killed by {signal.Signals(-process.returncode).name}{see_log}"
-    lines = rundir.report_log.read_bytes()[log_start:].decode("utf-8", "replace").strip().splitlines()
+    lines = log_path.read_bytes()[log_start:].decode("utf-8", "replace").strip().splitlines()
     return f"{lines[-1][:300] if lines else 'its process failed'}{see_log}"

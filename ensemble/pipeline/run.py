@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -134,9 +133,7 @@ def run_prepared(
                     return steps.go()
                 finally:
                     if has_hooks and steps.models:  # otherwise run.json is that of an earlier run
-                        hooks = call_hooks("ensemble.run_end", rundir.run_json.absolute())
-                        told = tell_trackers(prepared.loaded, steps.report(steps.status), began)
-                        for problem in chain(told, hooks):
+                        for problem in steps.tell():
                             log.warning("%s", problem)
                             display.say(problem)
 
@@ -259,6 +256,13 @@ class _Run(RunState, RunHooks):
                 self.say,
             )
         return report if page is None else replace(report, files={**report.files, "report": str(page)})
+
+    def tell(self) -> Iterator[str]:
+        """Tell other packages and trackers of the run, whose files are complete by now; yield what failed."""
+        yield from call_hooks("ensemble.run_end", self._rundir.run_json.absolute())
+        loaded, report, left = self.prepared.loaded, self.report(self.status), self._seconds_left()
+        with self._signals.postponed(is_report=True):
+            yield from tell_trackers(loaded, report, left, lambda: self._signals.came is not None)
 
     def _seconds_left(self, reserve: float = 0.0) -> float:
         """Return the seconds until ``time_limit``, without the last ``reserve``; infinite if there is no limit."""

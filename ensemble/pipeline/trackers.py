@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
-from subprocess import TimeoutExpired, run
+from time import monotonic
 from typing import Any
 
-from ensemble.common.clock import boot_seconds
-from ensemble.common.files import open_log
-from ensemble.common.python_process import python_command, python_environment
+from ensemble.common.python_process import die_with_parent, python_command
 from ensemble.common.redact import Redactor, guard_output
 from ensemble.config import LoadedConfig
-from ensemble.pipeline.report_page import page_digest
+from ensemble.pipeline.report_page import page_digest, run_apart
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import MERGED, RunReport
 
@@ -35,7 +33,9 @@ def missing_trackers(loaded: LoadedConfig) -> Iterator[str]:
             yield f"{where}: the package {name} is not installed; pip install {name}, or leave {name} out"
 
 
-def tell_trackers(loaded: LoadedConfig, report: RunReport, began: float) -> Iterator[str]:
+def tell_trackers(
+    loaded: LoadedConfig, report: RunReport, seconds_left: float, is_stopped: Callable[[], bool]
+) -> Iterator[str]:
     """Tell trackers of a merged run, except those whose log says that they know; yield why one was not told."""
     config, rundir = loaded.config, RunDir(loaded.config.output_dir)
     if not config.report_to or report.status not in MERGED:
@@ -46,31 +46,39 @@ def tell_trackers(loaded: LoadedConfig, report: RunReport, began: float) -> Iter
     content = rundir.root.absolute().name, page, dict(_flat(settings)), _metrics(report)
     text = json.dumps(loaded.redactor.document(content), default=str).encode()
     sent = f"sent {page_digest(replace(report, config='', overrides=()))}"  # a comment changes nothing
-    for name in dict.fromkeys(config.report_to):
-        seconds = max(0.0, min(_MAX_SECONDS, began + (config.time_limit or math.inf) - boot_seconds() - 2))
-        path, command = rundir.logs_dir / f"{name}.log", [*python_command(__name__), name, sent]
-        environment = {**os.environ, **python_environment()}
-        try:
-            with open_log(path) as log:
-                if sent in path.read_text("utf-8", "replace").splitlines():
-                    continue
-                done = run(command, input=text, stdout=log, stderr=log, env=environment, timeout=seconds)
-            if done.returncode == 0:
-                continue
-            why = path.read_text("utf-8", "replace").strip().rpartition("\n")[2] or "it was killed"
-        except TimeoutExpired:
-            why = f"it takes longer than {seconds:.0f} seconds"
-        except OSError as error:
-            why = str(error)
-        yield f"{name} was not told of this run ({why}); the results are complete, and the same command tries again"
+    end = monotonic() + seconds_left - 2  # which the end of the run takes
+    for name in config.report_to:
+        path, seconds = rundir.logs_dir / f"{name}.log", min(_MAX_SECONDS, end - monotonic())
+        if path.is_file() and sent in path.read_text("utf-8", "replace").splitlines():
+            continue
+        command = [*python_command(__name__), name, sent, str(os.getpid())]
+        why = "time_limit leaves no time for it"
+        if seconds > 0:
+            why = run_apart(command, path, seconds, is_stopped, text)
+        if why:
+            yield f"{name} was not told of this run: {why}. The results are complete; the same command tries again"
 
 
 def main() -> None:
     """Send what standard input says to the tracker of the first argument, and print the second."""
-    tracker, sent = sys.argv[1:]
+    tracker, sent, parent = sys.argv[1:]
+    die_with_parent(int(parent))
     guard_output(Redactor(os.environ))
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    library, (name, page, settings, metrics) = import_module(tracker), json.load(sys.stdin)
+    # A server that is down is known after 10 seconds; by MLflow's default, after minutes.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    try:
+        _send(tracker, *json.load(sys.stdin))
+    except Exception as error:
+        traceback.print_exc()
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    print(sent)  # noqa: T201
+
+
+def _send(
+    tracker: str, name: str, page: str | None, settings: dict[str, Any], metrics: dict[str, float]
+) -> None:
+    library = import_module(tracker)
     if tracker == "mlflow":
         if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
             library.set_experiment("ensemble")
@@ -86,7 +94,6 @@ def main() -> None:
         if page:
             library.log_artifact(page, name="report", type="report")
         library.finish()
-    print(sent)  # noqa: T201
 
 
 def _flat(value: object, key: str = "") -> Iterator[tuple[str, object]]:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from ensemble import api
-from ensemble.common.clock import boot_seconds
 from ensemble.common.errors import ConfigError
 from ensemble.pipeline.load import load
 from ensemble.pipeline.run_report import RunReport
 from ensemble.pipeline.trackers import missing_trackers, tell_trackers
 from ensemble.training.command import check_trainings
-from tests.project import ROOT, Project
+from tests.project import ROOT, Project, python_path
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("warm")
 SECRET = "s3cr3t-of-this-test"
@@ -174,10 +174,9 @@ def test_seconds_and_memory_of_workers(project: Project) -> None:
 def test_a_server_that_is_down_is_a_warning_and_the_same_command_tries_again(csv_run: Project) -> None:
     skip_without("mlflow")
     write_config(csv_run, "mlflow")
-    down = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    down = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
     printed = run(csv_run, **down)
-    assert "mlflow was not told of this run (" in printed
-    assert "127.0.0.1" in printed
+    assert "mlflow was not told of this run: MlflowException: API request to http://127.0.0.1:9" in printed
     assert (csv_run.folder / "out/submission.csv").exists()
     assert "mlflow was not told" in (csv_run.folder / "runs/first/logs/run.log").read_text(encoding="utf-8")
     assert "was not told" not in run(csv_run, MLFLOW_EXPERIMENT_NAME="second try")
@@ -193,9 +192,63 @@ def test_a_tracker_has_no_more_time_than_the_time_limit_leaves(
     write_config(csv_run, "mlflow", time_limit="1h")
     monkeypatch.chdir(csv_run.folder)
     report = RunReport.read(Path("runs/first/run.json"))
-    (text,) = tell_trackers(load(Path("config.yaml")), report, boot_seconds() - 3_600)
-    assert text.startswith("mlflow was not told of this run (it takes longer than 0 seconds)")
+    (text,) = tell_trackers(load(Path("config.yaml")), report, 1.5, lambda: False)
+    assert text.startswith("mlflow was not told of this run: time_limit leaves no time for it. ")
     assert not (csv_run.folder / "mlflow.db").exists()
+
+
+TRACKER = """
+import os, signal, time
+
+if os.environ["TRACKER"] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if os.environ["TRACKER"] == "failing":
+    raise RuntimeError("no login with " + os.environ["MY_API_KEY"] + "\\nsee a page")
+open("began", "w").close()
+time.sleep(600)
+"""
+
+
+def with_tracker(project: Project, how: str) -> dict[str, str]:
+    """The environment with a package mlflow that behaves so."""
+    (project.folder / "site/mlflow").mkdir(parents=True, exist_ok=True)
+    (project.folder / "site/mlflow/__init__.py").write_text(TRACKER, encoding="utf-8")
+    path = python_path(project.folder / "site", ROOT)
+    return environment(project, PYTHONPATH=path, MY_API_KEY=SECRET, TRACKER=how)
+
+
+@pytest.mark.fresh
+def test_why_a_tracker_failed_is_told(csv_run: Project) -> None:
+    write_config(csv_run, ["mlflow", "mlflow"])
+    for how, why in {
+        "failing": "RuntimeError: no login with *** see a page",
+        "killed": "its process was killed by SIGKILL",
+    }.items():
+        done = csv_run.ensemble("run", "config.yaml", environment=with_tracker(csv_run, how))
+        printed = " ".join(done.stdout.split())
+        assert (
+            printed.count(f"mlflow was not told of this run: {why}; runs/first/logs/mlflow.log says more. ")
+            == 1
+        )
+        assert done.returncode == 0
+
+
+@pytest.mark.fresh
+def test_a_signal_ends_the_telling_and_not_the_run(csv_run: Project) -> None:
+    write_config(csv_run, "mlflow")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ensemble", "run", "config.yaml"],
+        cwd=csv_run.folder,
+        env={**os.environ, **with_tracker(csv_run, "hanging")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_until((csv_run.folder / "began").exists, "the tracker")
+    process.terminate()
+    printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert "mlflow was not told of this run: a signal stopped it. " in " ".join(printed.split())
+    assert process.returncode == 0
+    assert csv_run.run_json()["status"] == "complete"
 
 
 @pytest.mark.long

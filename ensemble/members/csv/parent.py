@@ -75,7 +75,6 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
     Settings: ClassVar[type[MemberConfig]] = CsvSettings
     needs_worker: ClassVar[bool] = False
     activation_key: ClassVar[str] = "activation"
-    keys_without_effect: ClassVar[tuple[str, ...]] = ("partial", "sha256")
     rows_advice: ClassVar[str] = "correct the file, or say with values: logits or activation what they are"
 
     @classmethod
