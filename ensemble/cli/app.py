@@ -147,9 +147,7 @@ app = typer.Typer(
 )
 
 _Limit = Annotated[int | None, option("--limit", "N", min=1, help="Use only the first N rows.")]
-_Json = Annotated[
-    bool, option("--json", help="Print one JSON object; its keys: docs/reference/exit-codes.md.")
-]
+_Json = Annotated[bool, option("--json", help="Print one JSON object; keys: docs/reference/exit-codes.md.")]
 _Quiet = Annotated[bool, option("--quiet -q", help="Print nothing but errors.")]
 
 

@@ -120,9 +120,8 @@ def find_work(
             work.why_again = "its predictions are of another version of this program"
     elif made_of != causes:
         changed = ", ".join(causes.changed_from(made_of))
-        work.why_again = f"{changed} changed since its predictions were made"
-        if changed == "rows":
-            work.why_again = "its predictions are of a table with other rows"
+        other = "its predictions are of a table with other rows"
+        work.why_again = other if changed == "rows" else f"{changed} changed since its predictions were made"
     elif not is_as_written(rundir.predictions(name)):
         work.why_again = f"{rundir.predictions(name)} has been changed"
     elif is_final and manifest.get("present") is None and (keeps_bad_rows or not bad_rows):

@@ -109,9 +109,7 @@ def run_prepared(
     target = None if config.submission is None else config.submission.path
     with contextlib.closing(prepared.launcher), system_errors_in("the run"):
         if config.limit is not None and target is not None:
-            display.say(
-                f"a trial on the first rows, with a submission of its own: {shown_path(target)} stays as it is"
-            )
+            display.say(f"a trial on the first rows: {shown_path(target)} stays as it is")
         for text in (prepared.inventory.note, *prepared.warnings, *held_texts(prepared.plan.gpus)):
             if text:
                 display.say(text)

@@ -52,10 +52,8 @@ def tell_trackers(
         if path.is_file() and sent in path.read_text("utf-8", "replace").splitlines():
             continue
         command = [*python_command(__name__), name, sent, str(os.getpid())]
-        why = "time_limit leaves no time for it"
-        if seconds > 0:
-            why = run_apart(command, path, seconds, is_stopped, text)
-        if why:
+        late = "time_limit leaves no time for it" if seconds <= 0 else ""
+        if why := late or run_apart(command, path, seconds, is_stopped, text):
             yield f"{name} was not told of this run: {why}. The results are complete; the same command tries again"
 
 
@@ -68,18 +66,15 @@ def main() -> None:
     # A server that is down is known after 10 seconds; by MLflow's default, after minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     try:
-        _send(tracker, *json.load(sys.stdin))
+        _send(import_module(tracker), *json.load(sys.stdin))
     except Exception as error:
         traceback.print_exc()
         sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")
     print(sent)  # noqa: T201
 
 
-def _send(
-    tracker: str, name: str, page: str | None, settings: dict[str, Any], metrics: dict[str, float]
-) -> None:
-    library = import_module(tracker)
-    if tracker == "mlflow":
+def _send(library: Any, name: str, page: str | None, settings: Any, metrics: Any) -> None:
+    if library.__name__ == "mlflow":
         if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
             library.set_experiment("ensemble")
         with library.start_run(run_name=name):
@@ -88,7 +83,7 @@ def _send(
             if page:
                 library.log_artifact(page)
     else:
-        project = os.environ.get(f"{tracker.upper()}_PROJECT", "ensemble")
+        project = os.environ.get(f"{library.__name__.upper()}_PROJECT", "ensemble")
         library.init(project=project, name=name, config=settings)
         library.log(metrics)
         if page:

@@ -26,7 +26,7 @@ from tests.sampling import one_in
 
 pytestmark = pytest.mark.usefixtures("warm")
 RESULTS = ("run.json", "ensemble.csv", "submission.csv", "predictions/gemma.csv", "config.yaml")
-HINT = "`python -m ensemble report runs/first` writes it"
+HINT = "`ensemble report runs/first` writes it"
 
 
 def broken(folder: Path, code: str) -> dict[str, str]:

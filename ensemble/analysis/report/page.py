@@ -11,6 +11,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+import ensemble.analysis.report.pictures  # noqa: F401  draws by Matplotlib: if that is broken, there is no page
 from ensemble.analysis.report import base
 from ensemble.analysis.report.base import ReportData, Section, html
 from ensemble.common.errors import DataError
