@@ -1,4 +1,4 @@
-"""Turn YAML files into a checked ``RunConfig``, or report every problem at once.
+"""Turn YAML files into a checked ``RunConfig``, or report all wrong keys together.
 
 Nothing here looks at the table, the checkpoints or the GPUs; only ``trust_remote_code`` asks whether
 ``model_name_or_path`` is a local folder.
