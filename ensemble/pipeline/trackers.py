@@ -6,12 +6,12 @@ import json
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
-from time import monotonic
 from typing import Any
 
 from ensemble.common.python_process import die_with_parent, python_command
@@ -46,9 +46,9 @@ def tell_trackers(
     content = rundir.root.absolute().name, page, dict(_flat(settings)), _metrics(report)
     text = json.dumps(loaded.redactor.document(content), default=str).encode()
     sent = f"sent {page_digest(replace(report, config='', overrides=()))}"  # a comment changes nothing
-    end = monotonic() + seconds_left - 2  # which the end of the run takes
+    end = time.monotonic() + seconds_left - 2  # which the end of the run takes
     for name in config.report_to:
-        path, seconds = rundir.logs_dir / f"{name}.log", min(_MAX_SECONDS, end - monotonic())
+        path, seconds = rundir.logs_dir / f"{name}.log", min(_MAX_SECONDS, end - time.monotonic())
         if path.is_file() and sent in path.read_text("utf-8", "replace").splitlines():
             continue
         command = [*python_command(__name__), name, sent, str(os.getpid())]
