@@ -78,7 +78,7 @@ def with_absolute_links(text: str, home: str, tag: str) -> str:
     """The README with links to the tag's files, by the addresses that GitHub, GitLab and Forgejo know."""
 
     def absolute(link: re.Match[str]) -> str:
-        view = "raw" if link[1].endswith(".png") else "blob"
+        view = "raw" if link[1].endswith((".png", ".svg")) else "blob"
         return f"]({home}/{view}/{tag}/{link[1]})"
 
     return RELATIVE_LINK.sub(absolute, text)

@@ -307,7 +307,7 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
     uses = {column.name: column for column in reversed([*_columns(needs)])}
     missing = [
         missing_column(path, column.title, name, names, needs.read_by.get(name)) + column.advice
-        for name, column in uses.items()
+        for name, column in reversed(uses.items())  # in the order of the needs
         if name not in names
     ]
     problems = [*contents.problems, *missing]
