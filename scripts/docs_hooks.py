@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -29,20 +28,24 @@ PAGES = {
     "demo/README.md": "project/demo.md",
 }
 COMMANDS = "reference/cli.md"
+FILES = "files/"  # the folder of other files in the site
 # The target of a Markdown link or picture, without its anchor.
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of the root, the commands' reference, and the files that pages link to."""
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
     for name, place in PAGES.items():
-        files.append(File.generated(config, place, content=(ROOT / name).read_text(encoding="utf-8")))
+        files.append(File.generated(config, place, content=texts[name]))
     files.append(File.generated(config, COMMANDS, content=commands_page()))
-    texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
     for path in (ROOT / "docs").rglob("*.md"):
         texts[path.relative_to(ROOT).as_posix()] = path.read_text(encoding="utf-8")
-    for target in sorted({target for page, text in texts.items() for target in outside_files(page, text)}):
-        files.append(File.generated(config, f"files/{target}", abs_src_path=str(ROOT / target)))
+    targets = {resolved(page, link[1]) for page, text in texts.items() for link in _LINK.finditer(text)}
+    for target in sorted(targets):
+        copy = place_in_site(target)
+        if copy is not None and copy.startswith(FILES):
+            files.append(File.generated(config, copy, abs_src_path=str(ROOT / target)))
     return files
 
 
@@ -52,16 +55,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     origin = next((name for name, mapped in PAGES.items() if mapped == place), f"docs/{place}")
 
     def in_site(link: re.Match[str]) -> str:
-        target = resolved(origin, link[1])
-        if target in PAGES:
-            found = PAGES[target]
-        elif target.startswith("docs/"):
-            found = target.removeprefix("docs/")
-        elif (ROOT / target).is_file():
-            found = f"files/{target}"
-        else:
-            return link[1]  # the strict build names it
-        return os.path.relpath(found, PurePosixPath(place).parent)
+        target = place_in_site(resolved(origin, link[1]))
+        # A link that leads nowhere stays, and the strict build names it.
+        return link[1] if target is None else os.path.relpath(target, PurePosixPath(place).parent)
 
     return _LINK.sub(in_site, markdown)
 
@@ -72,17 +68,18 @@ def on_post_build(config: MkDocsConfig) -> None:
     index.write_text(index.read_text(encoding="utf-8").replace(".md)", ".html)"), encoding="utf-8")
 
 
-def outside_files(page: str, text: str) -> Iterator[str]:
-    """Yield the files outside docs/ that a page links to, by their paths from the root."""
-    for link in _LINK.finditer(text):
-        target = resolved(page, link[1])
-        if target not in PAGES and not target.startswith("docs/") and (ROOT / target).is_file():
-            yield target
-
-
 def resolved(page: str, link: str) -> str:
     """Return a link's target as a path from the root."""
     return os.path.normpath(PurePosixPath(page).parent / link)
+
+
+def place_in_site(target: str) -> str | None:
+    """Return where the site has a file, given by its path from the root; None if there is no such file."""
+    if target in PAGES:
+        return PAGES[target]
+    if target.startswith("docs/"):
+        return target.removeprefix("docs/")
+    return f"{FILES}{target}" if (ROOT / target).is_file() else None
 
 
 def commands_page() -> str:

@@ -42,10 +42,11 @@ def summary(report: RunReport) -> Iterator[str | Table]:
     yield gain_text(report)
     yield fitted_text(report)
     yield from answer_texts(report)
-    if ENSEMBLE_ROW in report.files and report.ensemble.get("method"):
+    if ENSEMBLE_ROW in report.files and (method := report.ensemble.get("method")):
         weights = {member.name: weight_text(member.weight) for member in report.members}
-        shown = f"; weights: {', '.join(map(' '.join, weights.items()))}" * (len({*weights.values()}) > 1)
-        yield f"merge method: {report.ensemble['method']}{shown}"
+        if len({*weights.values()}) > 1:
+            method += "; weights: " + ", ".join(f"{name} {weight}" for name, weight in weights.items())
+        yield f"merge method: {method}"
     yield _poor(report)
     for member in report.members:
         yield from (f"{member.name}: {note}" for note in _notes(report, member))

@@ -99,16 +99,16 @@ class _Column:
 
 
 def _columns(needs: TableNeeds) -> Iterator[_Column]:
-    """Yield each column for each of its uses, the most important use first."""
-    yield _Column(needs.id_column, "id column")
-    key = "label_columns" if needs.label_column is None else "label_column"
-    advice = f"; for a table without true labels, --set data.{key}=null" if needs.may_lack_truth else ""
-    for name in filter(None, [needs.label_column, *needs.label_columns]):
-        yield _Column(name, "label column", advice=advice)
+    """Yield each column for each of its uses, the most important use last."""
     for name in needs.columns:
         yield _Column(name, "text column", is_kept=True)
     for name, use in needs.also.items():
         yield _Column(name, f"column for {use}:", is_kept=True)
+    key = "label_columns" if needs.label_column is None else "label_column"
+    advice = f"; for a table without true labels, --set data.{key}=null" if needs.may_lack_truth else ""
+    for name in filter(None, [needs.label_column, *needs.label_columns]):
+        yield _Column(name, "label column", advice=advice)
+    yield _Column(needs.id_column, "id column")
 
 
 @dataclass(eq=False, repr=False)
@@ -304,10 +304,10 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
     if contents.rows == 0:
         raise DataError(f"{path}: empty table: there is a header or a schema, but no row")
     names = contents.names
-    uses = {column.name: column for column in reversed([*_columns(needs)])}
+    uses = {column.name: column for column in _columns(needs)}
     missing = [
         missing_column(path, column.title, name, names, needs.read_by.get(name)) + column.advice
-        for name, column in reversed(uses.items())  # in the order of the needs
+        for name, column in uses.items()
         if name not in names
     ]
     problems = [*contents.problems, *missing]
