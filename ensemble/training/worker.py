@@ -17,10 +17,10 @@ from typing import Any
 from ensemble.common.digests import digest_of
 from ensemble.common.errors import MemberError
 from ensemble.common.files import read_json, write_text
+from ensemble.common.logged_command import CommandFailed, LoggedCommand, OutOfMemory
 from ensemble.common.protocol import CommonSpec, Counters, Ready
 from ensemble.common.text import listed, plural
 from ensemble.members.predictor import Report, Runner
-from ensemble.worker.logged_command import CommandFailed, LoggedCommand, OutOfMemory
 
 _8_BIT = "adamw_bnb_8bit"
 _CHEAPER = {"full": ["train.method: lora, then method: qlora"], "lora": ["train.method: qlora"]}

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ensemble.common import logged_command
 from ensemble.common.errors import MemberError
 from ensemble.common.protocol import CommonSpec
 from ensemble.common.python_process import python_command, python_environment
 from ensemble.members.huggingface.training.trainer import TrainerSpec, Training
 from ensemble.training import worker
 from ensemble.training.worker import Ladder, Rung, Trainings
-from ensemble.worker import logged_command
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.nvml.sim import NvmlSim, gpus
 from tests.project import ROOT, Project, python_path

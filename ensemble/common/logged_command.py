@@ -15,11 +15,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ensemble.common.files import (
     file_state,
@@ -35,9 +34,6 @@ from ensemble.common.protocol import Counters
 from ensemble.common.python_process import WORKER_MARK, die_with_parent, end_marked, python_command
 from ensemble.common.redact import Redactor
 from ensemble.common.text import gib, shown_path
-
-if TYPE_CHECKING:
-    from ensemble.members.predictor import Report
 
 _POLL_SECONDS = 0.25
 _READ_BYTES = 1 << 16
@@ -91,13 +87,30 @@ class LoggedCommand:
     environment: Mapping[str, str | None]
     settings: object
 
-    def run(self, report: Report) -> None:
+    def run(self, report: Callable[..., object]) -> None:
         """Run it until it has ended well, and report its signs of life; what it has started is killed then.
+
+        Args:
+            report: gets rows, of which none are known, tokens and padded tokens (``members.predictor.Report``).
 
         Raises:
             CommandFailed: it has ended with an exit code other than 0, or was killed.
             OutOfMemory: the same, for lack of memory.
         """
+        running = self.start()
+        seen = None
+        while running.is_alive():
+            signs = running.signs_of_life()
+            if signs != seen:
+                seen = signs
+                done = self.progress()
+                report(0, done.tokens, done.padded_tokens)
+            time.sleep(_POLL_SECONDS)
+        running.end()
+        running.demand_success()
+
+    def start(self) -> RunningCommand:
+        """Start it, in a folder ``out`` that holds nothing but what it resumes from."""
         if not self.resumes:
             remove_folder(self.out)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -105,32 +118,7 @@ class LoggedCommand:
         for path in self.out.iterdir():  # of an earlier one, which may have been killed while it wrote
             if not path.is_dir():
                 path.unlink()
-        log_start, kills_before = self._log_size(), oom_kills()
-        asked = {
-            "command": self.command,
-            "worker": os.getpid(),
-            "log": str(self.log),
-            "environment": self.environment,
-            "settings": self.settings,
-        }
-        process = subprocess.Popen(python_command(__name__), stdin=subprocess.PIPE, start_new_session=True)
-        assert process.stdin is not None
-        with process.stdin, contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(asked).encode())  # no argument, which anybody could read
-        seen = None
-        while process.poll() is None:
-            signs = self._signs_of_life()
-            if signs != seen:
-                seen = signs
-                done = self.progress()
-                report(0, done.tokens, done.padded_tokens)
-            time.sleep(_POLL_SECONDS)
-        code = process.wait()
-        mark = os.environ.get(WORKER_MARK)
-        if mark is not None:  # what the command has left running
-            end_marked(mark, spared=[os.getpid()])
-        if code:
-            raise self._failure(code, oom_kills() > kills_before, log_start)
+        return RunningCommand(self)
 
     def progress(self) -> Counters:
         """Return the work that the command has told of in ``progress.json``."""
@@ -142,16 +130,56 @@ class LoggedCommand:
             batches=counts.get("step", 0),
         )
 
-    def _signs_of_life(self) -> object:
+
+class RunningCommand:
+    """Start a command, and watch it until it has ended."""
+
+    def __init__(self, command: LoggedCommand) -> None:
+        self._command = command
+        self._log_start, self._kills_before = self._log_size(), oom_kills()
+        asked = {
+            "command": command.command,
+            "worker": os.getpid(),
+            "log": str(command.log),
+            "environment": command.environment,
+            "settings": command.settings,
+        }
+        self._process = subprocess.Popen(
+            python_command(__name__), stdin=subprocess.PIPE, start_new_session=True
+        )
+        assert self._process.stdin is not None
+        with self._process.stdin, contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(asked).encode())  # no argument, which anybody could read
+
+    def is_alive(self) -> bool:
+        """Return whether the command itself has not ended."""
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """Kill the command, and all that it has started and left running."""
+        mark = os.environ.get(WORKER_MARK)
+        if mark is not None:
+            end_marked(mark, spared=[os.getpid()])
+        self._process.wait()
+
+    def demand_success(self) -> None:
+        """Raise ``CommandFailed`` or ``OutOfMemory`` unless the command has ended well."""
+        code = self._process.wait()
+        if code:
+            raise self._failure(code, oom_kills() > self._kills_before)
+
+    def signs_of_life(self) -> object:
         """Return what changes when the command prints something, or writes into its folder."""
-        return self._log_size(), {name: file_state(self.out / name) for name in files_below(self.out)}
+        out = self._command.out
+        return self._log_size(), {name: file_state(out / name) for name in files_below(out)}
 
     def _log_size(self) -> int:
-        state = file_state(self.log)
+        state = file_state(self._command.log)
         return 0 if state is None else state[0]
 
-    def _failure(self, code: int, has_host_killed: bool, log_start: int) -> CommandFailed:
-        problem = read_json(self.out / "problem.json")
+    def _failure(self, code: int, has_host_killed: bool) -> CommandFailed:
+        out = self._command.out
+        problem = read_json(out / "problem.json")
         if isinstance(problem.get("text"), str):
             kind = OutOfMemory if problem.get("is_out_of_memory") else CommandFailed
             return kind(problem["text"], was_killed=False)
@@ -161,25 +189,25 @@ class LoggedCommand:
             how = f"its command was killed by signal {-code} ({names.get(-code, 'unknown')})"
         if has_host_killed:
             how += ", probably by the kernel because the host ran out of memory (RAM, not the GPU's)"
-        text = f"{how}; its log is {self.log}"
-        last = self._last_words(log_start)
+        text = f"{how}; its log is {self._command.log}"
+        last = self.last_words()
         if last:
             text += f", with the last words: {last}"
-        free = free_bytes(self.out)
+        free = free_bytes(out)
         if free is not None and free < _FULL_BYTES:
-            text += f"; the disk is full: {gib(free)} are free for {shown_path(self.out)}"
-            if not self.resumes:  # it would keep the same command from its start
-                remove_folder(self.out)
+            text += f"; the disk is full: {gib(free)} are free for {shown_path(out)}"
+            if not self._command.resumes:  # it would keep the same command from its start
+                remove_folder(out)
                 text += ", and what it had written there is removed"
         kind = OutOfMemory if has_host_killed else CommandFailed
         return kind(text, was_killed=code < 0)
 
-    def _last_words(self, log_start: int) -> str:
-        """Return the last words that the command has printed; its log had ``log_start`` bytes before."""
-        with contextlib.suppress(OSError), self.log.open("rb") as file:
+    def last_words(self) -> str:
+        """Return the last words that the command has printed."""
+        with contextlib.suppress(OSError), self._command.log.open("rb") as file:
             size = self._log_size()
             # The log may have been cut.
-            file.seek(max(log_start if log_start <= size else 0, size - _READ_BYTES))
+            file.seek(max(self._log_start if self._log_start <= size else 0, size - _READ_BYTES))
             return last_words(file.read().decode("utf-8", "replace"))
         return ""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ensemble.common.files import MAX_LOG_BYTES
-from ensemble.worker.logged_command import CommandFailed, LoggedCommand, last_words
+from ensemble.common.logged_command import CommandFailed, LoggedCommand, last_words
 
 
 def test_the_log_of_a_command_that_prints_without_end_keeps_its_last_part(tmp_path: Path) -> None:
