@@ -57,7 +57,9 @@ class Chunk:
 
 
 def cut_chunks(
-    lengths: npt.NDArray[np.int64], common: npt.NDArray[np.int64] | None = None
+    lengths: npt.NDArray[np.int64],
+    common: npt.NDArray[np.int64] | None = None,
+    chunk_rows: int | None = None,
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
     """Return the row order, longest first, and its slices.
 
@@ -67,39 +69,48 @@ def cut_chunks(
     Args:
         lengths: bytes of text per row, [rows].
         common: lengths to order and cut by instead, so that members with different texts have the same chunks.
+        chunk_rows: rows of a chunk; None: as many as their lengths say.
     """
     ranked = lengths if common is None else common
     order = np.argsort(-ranked, kind="stable")
-    return order, _slices(ranked[order], lengths[order])
+    return order, _slices(ranked[order], lengths[order], chunk_rows)
 
 
 def cut_closest_first(
-    lengths: npt.NDArray[np.int64], common: npt.NDArray[np.int64], doubt: npt.NDArray[np.float64]
+    lengths: npt.NDArray[np.int64],
+    common: npt.NDArray[np.int64],
+    doubt: npt.NDArray[np.float64],
+    chunk_rows: int | None = None,
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
     """Return the row order, the closest calls first, and its slices; each slice has its longest rows first.
 
     Arguments are as for ``cut_chunks``; ``doubt`` is how unsure each row is, [rows].
     """
     order = np.argsort(-doubt, kind="stable")
-    chunks = _slices(common[order], lengths[order])
+    chunks = _slices(common[order], lengths[order], chunk_rows)
     for chunk in chunks:
         rows = order[chunk.start : chunk.stop]
         order[chunk.start : chunk.stop] = rows[np.argsort(-common[rows], kind="stable")]
     return order, chunks
 
 
-def _slices(ranked: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> tuple[Chunk, ...]:
-    """Cut rows into slices of about equal lengths by ``ranked``, with their costs by ``lengths``."""
+def _slices(
+    ranked: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], chunk_rows: int | None
+) -> tuple[Chunk, ...]:
+    """Cut rows into slices of ``chunk_rows``, or of about equal lengths by ``ranked``; costs are by ``lengths``."""
     ranks_before, costs_before = _costs_before(ranked), _costs_before(lengths)
     total, rows = float(ranks_before[-1]), len(ranked)
     target = min(float(CHUNK_BYTES), max(float(CHUNK_MIN_BYTES), total / TARGET_CHUNKS))
     chunks: list[Chunk] = []
     start = 0
     while start < rows:
-        within = int(np.searchsorted(ranks_before, ranks_before[start] + target, side="right")) - 1
-        stop = min(max(within, start + 1), start + CHUNK_MAX_ROWS, rows)
-        if total - ranks_before[stop] < target / 4 and rows - start <= CHUNK_MAX_ROWS:
-            stop = rows  # a small rest joins the last chunk
+        if chunk_rows is not None:
+            stop = min(start + chunk_rows, rows)
+        else:
+            within = int(np.searchsorted(ranks_before, ranks_before[start] + target, side="right")) - 1
+            stop = min(max(within, start + 1), start + CHUNK_MAX_ROWS, rows)
+            if total - ranks_before[stop] < target / 4 and rows - start <= CHUNK_MAX_ROWS:
+                stop = rows  # a small rest joins the last chunk
         cost = float(costs_before[stop] - costs_before[start]) / float(costs_before[-1])
         chunks.append(Chunk(len(chunks), start, stop, cost))
         start = stop

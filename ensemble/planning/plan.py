@@ -436,7 +436,11 @@ def with_job(
         is_selected = is_selected & rows_of_job
     is_timed = plan.config.time_limit is not None
     rows, chunks, work = _cut(
-        np.flatnonzero(is_selected), _computed_lengths(facts), facts.lengths, doubt if is_timed else None
+        np.flatnonzero(is_selected),
+        facts.request,
+        _computed_lengths(facts),
+        facts.lengths,
+        doubt if is_timed else None,
     )
     order, chunks = what_is_left(chunks, rows, is_done[None])
     index = 1 + max((chunk.index for chunk in model.chunks), default=-1)
@@ -477,21 +481,23 @@ def _cut_jobs(
             parts.append(parts[0])
         else:
             numbers = np.arange(len(computed)) if rows is None else np.flatnonzero(rows)
-            parts.append(_cut(numbers, computed, ranked))
+            parts.append(_cut(numbers, facts.request, computed, ranked))
     return join_jobs(parts)
 
 
 def _cut(
     rows: npt.NDArray[np.int64],
+    request: ResourceRequest,
     computed: npt.NDArray[np.int64],
     ranked: npt.NDArray[np.int64],
     doubt: npt.NDArray[np.float64] | None = None,
 ) -> _Cut:
     """Return rows of the table in their order, their chunks, and their work in one job."""
+    chunk_rows = max(1, len(rows)) if request.chunk_rows == "all" else request.chunk_rows
     if doubt is None:
-        order, chunks = cut_chunks(computed[rows], ranked[rows])
+        order, chunks = cut_chunks(computed[rows], ranked[rows], chunk_rows)
     else:
-        order, chunks = cut_closest_first(computed[rows], ranked[rows], doubt[rows])
+        order, chunks = cut_closest_first(computed[rows], ranked[rows], doubt[rows], chunk_rows)
     return rows[order], chunks, _work_of(computed[rows])
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ensemble.members.base import ResourceRequest
 from ensemble.planning.chunks import Chunk, cut_chunks, join_jobs, what_is_left
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import without_done
@@ -31,6 +34,15 @@ def test_chunks_are_dispatched_from_the_longest_then_from_the_shortest() -> None
     longest = np.isin(np.arange(5000), member.order[: member.chunks[0].stop])
     assert len(without_done(member, ~longest[None], is_timed=True).chunks) == 1
     assert without_done(member, nothing, is_timed=False).chunks == member.chunks
+
+
+@pytest.mark.parametrize(("chunk_rows", "expected"), [("all", [10]), (4, [4, 4, 2]), (20, [10])])
+def test_a_member_can_say_how_many_rows_a_chunk_has(chunk_rows: Any, expected: list[int]) -> None:
+    request = ResourceRequest(chunk_rows=chunk_rows)
+    known = {"m0": replace(facts(np.arange(10, dtype=np.int64)), request=request)}
+    (member,) = make_plan(config({}), known, []).models
+    assert [chunk.rows for chunk in member.chunks] == expected
+    assert member.order.tolist() == [*reversed(range(10))]
 
 
 def test_under_a_time_limit_members_that_read_different_texts_have_one_cut() -> None:
