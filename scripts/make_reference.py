@@ -61,7 +61,8 @@ INTRODUCTION = """\
 
 The path may also be an address. `ensemble validate` finds more than an editor: it knows the rules that tie keys
 together, the table and the models. [Several config files, `--set` and `${NAME}`](../how-to/several-configs.md) has
-its own page. A key under `defaults` counts for every model whose kind has that key and that does not set it.
+its own page. A key under `defaults` counts for every model whose kind has that key and that does not set it. The
+keys of a mapping have a section of their own.
 """
 
 
@@ -189,7 +190,7 @@ def section(
             value = field.get_default(call_default_factory=True)
             plain = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
             default = "" if plain is None else f"`{in_yaml(plain)}`"
-        held = " or ".join(dict.fromkeys(phrases(hints[key])))
+        held = " or ".join(dict.fromkeys(map(in_a_cell, phrases(hints[key]))))
         cells = (f"`{key}`", held, default, meanings.get(key, ""))
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     about = " ".join([in_short(model), more]).strip()
@@ -235,11 +236,18 @@ def phrases(hint: Any) -> Iterator[str]:
     elif hint is bool:
         yield "true or false"
     elif isinstance(hint, type) and issubclass(hint, BaseModel):
-        yield "a mapping, see below"
+        yield "mapping"
     else:
         for inner in get_args(hint):
             if inner is not type(None):
                 yield from phrases(inner)
+
+
+def in_a_cell(phrase: str) -> str:
+    """A phrase for a table, where neither articles nor the obvious are needed."""
+    shorter = re.sub(r"\bthe (name|path) of a (?=column|file|folder)|, and not empty$", "", phrase)
+    shorter = re.sub(r"\b(number|time|size) of (at least|more than)", r"\1, \2", shorter)
+    return re.sub(r"^(an?|the) |(?<= or )an? ", "", shorter)
 
 
 def in_yaml(value: object) -> str:
