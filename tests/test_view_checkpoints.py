@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from ensemble.members.huggingface.spec import LANGUAGE_MODEL
 from ensemble.pipeline.load import load
 from ensemble.pipeline.prediction_files import changed_members
 from tests.checkpoints import WORDS, make_checkpoint, make_language_model, prime, reference
+from tests.members.huggingface.loading.test_averaged_weights import by_hand
 from tests.members.pooled_cls.test_pooled_cls import linear, make_backbone, save_head
 from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid
 from tests.project import GEMMA_LABELS, LABELS, Project
@@ -68,7 +71,12 @@ def values(project: Project, view: str = "", run_name: str = "first") -> np.ndar
 
 
 def rows_of_workers(project: Project) -> list[int]:
-    return sorted(worker["counters"]["rows"] for worker in project.run_json()["members"][0]["workers"])
+    return rows_of_workers_of(project, "first")
+
+
+def rows_of_workers_of(project: Project, run_name: str) -> list[int]:
+    (member,) = project.run_json(f"runs/{run_name}")["members"]
+    return sorted(worker["counters"]["rows"] for worker in member["workers"])
 
 
 def test_views_with_a_checkpoint_share_its_worker(folds: Project) -> None:
@@ -110,6 +118,46 @@ def test_a_checkpoint_that_is_missing_or_gives_other_values_is_named_with_its_ke
     view = {"name": "hub", "model_name_or_path": "org/name"}
     output = run(folds, view, command=validate, code=2, trust_remote_code=True)
     assert "views[0].revision (line 13): required with trust_remote_code: true" in output
+
+
+def make_average(project: Project) -> list[Path]:
+    average = [project.folder / f"averaged {number}" for number in range(3)]
+    for number, folder in enumerate(average):
+        make_checkpoint(folder, "llama", LABELS, seed=number, dtype="bfloat16" if number else "float32")
+    return average
+
+
+def is_as_by_hand(project: Project, average: Sequence[Path], run_name: str, view: str = "") -> bool:
+    by_hand(average, project.folder / "mean")
+    command = ("run", "config.yaml", "--fresh")
+    run(project, output_dir="runs/hand", command=command, model_name_or_path="mean")
+    shutil.rmtree(project.folder / "mean")
+    return predictions(project, run_name="hand") == predictions(project, view, run_name)
+
+
+def test_checkpoints_are_averaged(folds: Project) -> None:
+    average = make_average(folds)
+    mean: dict[str, Any] = {"checkpoints": {"average": [folder.name for folder in average]}}
+    run(folds, model_name_or_path=None, **mean)
+    assert is_as_by_hand(folds, average, "first")
+    assert "mean of 3 checkpoints" in folds.run_json()["members"][0]["workers"][0]["ready"]["notes"]
+
+
+@pytest.mark.long
+def test_an_average_as_a_view_and_after_a_change(folds: Project) -> None:
+    average = make_average(folds)
+    mean: dict[str, Any] = {"checkpoints": {"average": [folder.name for folder in average]}}
+    run(folds, {"name": "one"}, {"name": "soup", **mean}, output_dir="runs/views")
+    assert is_as_by_hand(folds, average, "views", "soup")
+    assert rows_of_workers_of(folds, "views") == [ROWS, ROWS]
+    run(folds, model_name_or_path=None, **mean)
+    make_checkpoint(average[2], "llama", LABELS, seed=9)
+    assert "checkpoints.average[2]" in run(folds, model_name_or_path=None, **mean)
+    assert is_as_by_hand(folds, average, "first")
+    make_checkpoint(folds.folder / "other", "llama", GEMMA_LABELS)
+    mean["checkpoints"]["average"].append("other")
+    output = run(folds, {"name": "soup", **mean}, command=("validate", "config.yaml"), code=2)
+    assert "views[0].checkpoints: checkpoints.average: id2label of config.json is {'0': " in output
 
 
 @pytest.mark.long

@@ -341,7 +341,7 @@ class TrainConfig(StrictConfig):
     # full: all weights; lora: a LoRA adapter; qlora: the same on 4-bit weights; head: a logistic regression on
     # pooled features
     method: Literal["full", "lora", "qlora", "head"] = "full"
-    # folds: the mean of the folds' models; average: one adapter, the mean of theirs; refit: a model of all rows
+    # folds: the mean of the folds' models; average: one model of their mean weights; refit: a model of all rows
     predict_with: Literal["folds", "average", "refit"] = "folds"
     # The Trainer's own keys, such as {learning_rate: 2.0e-5, num_train_epochs: 3}
     training_arguments: Settings = Field(default_factory=dict)
@@ -388,8 +388,8 @@ class TrainConfig(StrictConfig):
         yield from self._broken_head()
         if self.lora_config and self.method not in ("lora", "qlora"):
             yield ("lora_config",), "needs method: lora or qlora"
-        if self.predict_with == "average" and self.method not in ("lora", "qlora"):
-            yield ("predict_with",), "average is of adapters; choose method: lora or qlora, or folds or refit"
+        if self.predict_with == "average" and self.method == "head":
+            yield ("predict_with",), "average is of adapters or checkpoints; choose folds or refit"
 
     def _broken_head(self) -> Iterator[Problem]:
         """Find keys of training by steps beside ``method: head``, and keys of a head beside the other methods."""

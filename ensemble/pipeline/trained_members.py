@@ -27,7 +27,7 @@ from ensemble.jobs.job import job_name
 from ensemble.members.registry import KINDS, member_kind
 from ensemble.pipeline.training_dir import Part, TrainingDir, parts_of
 
-_ADAPTER = "adapter_name_or_path"
+_ADAPTER, _CHECKPOINT = "adapter_name_or_path", "model_name_or_path"
 _Rows = npt.NDArray[np.bool_]
 
 
@@ -97,11 +97,11 @@ def _made_of_parts(loaded: LoadedConfig, model: MemberConfig) -> tuple[MemberCon
     if predict_with == "refit":
         keys = {**kind.trained_settings(files.checkpoint(model.name, Part(None)))}
     elif predict_with == "average":
-        if not all(_ADAPTER in settings for settings in of_folds):
-            raise ConfigError(
-                "train.predict_with: average is of adapters, and these are whole models; choose folds"
-            )
-        keys["adapters"] = {"average": [settings[_ADAPTER] for settings in of_folds]}
+        key = _ADAPTER if _ADAPTER in of_folds[0] else _CHECKPOINT
+        if any({**settings, key: ""} != {**of_folds[0], key: ""} for settings in of_folds):
+            raise ConfigError("train.predict_with: the folds differ in more than weights; choose folds")
+        averaged = {"average": [settings[key] for settings in of_folds]}
+        keys |= {"adapters": averaged} if key == _ADAPTER else {_CHECKPOINT: None, "checkpoints": averaged}
     views: list[dict[str, Any]] = []
     folds: dict[str, int | None] = {}
     for view in _written(model).get("views") or [{}]:

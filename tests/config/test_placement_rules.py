@@ -94,6 +94,45 @@ TURNS = [{"name": "x", "adapter_name_or_path": "x"}, {"name": "y", "adapter_name
             "must be 'cat' or 'linear', not 'svd'",
         ),
         (
+            {"checkpoints": {"average": ["x", "y"]}},
+            "models[0].checkpoints (line ",
+            "model_name_or_path or train names another one; keep one of the two",
+        ),
+        (
+            {"views": [{"name": "v", "checkpoints": {"average": ["x", "y"]}, "model_name_or_path": "x"}]},
+            "models[0].views[0].checkpoints (line ",
+            "model_name_or_path or train names another one; keep one of the two",
+        ),
+        (
+            {"checkpoints": {"average": ["x"]}, "model_name_or_path": None},
+            "models[0].checkpoints.average (line ",
+            "needs two checkpoints; name a single one with model_name_or_path",
+        ),
+        (
+            {"checkpoints": {"average": ["x", "y", "y/../x"]}, "model_name_or_path": None},
+            "models[0].checkpoints.average[2] (line ",
+            "the same checkpoint twice; name it once",
+        ),
+        (
+            {"checkpoints": {"average": []}},
+            "models[0].checkpoints.average (line ",
+            "must be a list of folders or names on the hub, not []",
+        ),
+        (
+            {"checkpoints": ["x", "y"]},
+            "models[0].checkpoints (line ",
+            "must be a mapping of keys to values, not ['x', 'y']",
+        ),
+        (
+            {
+                "checkpoints": {"average": ["x", "y"]},
+                "model_name_or_path": None,
+                "model_kwargs": {"subfolder": "z"},
+            },
+            "models[0].model_kwargs.subfolder (line ",
+            "checkpoints.average reads the folders themselves; drop this",
+        ),
+        (
             {"merge_adapter": True, "views": TURNS},
             "models[0].merge_adapter (line ",
             "those of other views; drop this",
@@ -133,6 +172,8 @@ def test_keys_that_exclude_each_other(keys: dict[str, Any], start: str, end: str
         {"adapters": {"average": ["x", "y"]}, "merge_adapter": True},
         {"views": TURNS, "adapter_name_or_path": "z", "quantization_config": EIGHT_BITS},
         {"views": TURNS[:1], "merge_adapter": True, "torch_compile": True},
+        {"checkpoints": {"average": ["x", "y"]}, "model_name_or_path": None, "adapter_name_or_path": "z"},
+        {"views": [{"name": "v", "checkpoints": {"average": ["x", "y"]}, "adapter_name_or_path": "z"}]},
         {"adapter_name_or_path": "x", "quantization_config": EIGHT_BITS},
     ],
 )

@@ -69,7 +69,7 @@ NAMED = {
 # Tested by themselves, because they need files: the adapter's, the hub's cache, a compiler; and a head
 # of one output (test_choice_members.py).
 NUMBERS_WITH_FILES = {
-    *("model_name_or_path", "adapter_name_or_path", "adapters", "merge_adapter", "revision"),
+    *("model_name_or_path", "checkpoints", "adapter_name_or_path", "adapters", "merge_adapter", "revision"),
     *("torch_compile", "choices"),
 }
 HARMLESS: dict[str, dict[str, Any]] = {
@@ -113,8 +113,8 @@ SPELT_OUT: dict[str, list[dict[str, Any]]] = {
 SPELT_OUT_ELSEWHERE = {"quantization_config", "revision"}
 # They have no value that they would have anyway.
 ALWAYS_GIVEN = {
-    *("model_name_or_path", "adapter_name_or_path", "adapters", "prompt_template", "truncation"),
-    "choices",
+    *("model_name_or_path", "checkpoints", "adapter_name_or_path", "adapters", "prompt_template"),
+    *("truncation", "choices"),
 }
 # Their usual value is the tokenizer's, and its files count.
 TOKENIZERS_OWN = {"truncation_side"}
@@ -529,6 +529,25 @@ def test_adapters(make: Make, project: Project) -> None:
     linear = first(make({"adapters": {"average": both, "combination_type": "linear"}}))
     assert linear.changed_from(mean) == ("combination_type",)
     assert first(make({"adapters": {"average": both[::-1]}})).changed_from(mean) == ("weights",)
+
+
+def test_averaged_checkpoints(make: Make, project: Project) -> None:
+    folds = [project.folder / f"fold{number}" for number in range(3)]
+    for number, fold in enumerate(folds):
+        make_checkpoint(fold, "llama", LABELS, seed=number)
+    alone = first(make({"model_name_or_path": str(folds[0])}))
+
+    def averaged(*names: Path) -> Any:
+        return first(make({"model_name_or_path": None, "checkpoints": {"average": [*map(str, names)]}}))
+
+    mean = averaged(*folds)
+    assert mean.changed_from(alone) == ("checkpoints.average[1]", "checkpoints.average[2]")
+    assert averaged(*folds[:2]).changed_from(mean) == ("checkpoints.average[2]",)
+    assert "weights" in averaged(*folds[::-1]).changed_from(mean)
+    moved = [shutil.copytree(fold, project.folder / f"moved {fold.name}") for fold in folds]
+    assert averaged(*moved) == mean
+    make_checkpoint(moved[1], "llama", LABELS, seed=7)
+    assert averaged(*moved).changed_from(mean) == ("checkpoints.average[1]",)
 
 
 @pytest.fixture

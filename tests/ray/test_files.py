@@ -174,6 +174,7 @@ def write_members_of_every_kind(project: Project) -> list[dict[str, Any]]:
     make_adapter(models / "adapter", make_base(models / "base", "llama"), 3)
     make_adapter(folder / "fold1", models / "base", 3, seed=1)
     make_backbone(models / "backbone", "bert")
+    make_backbone(folder / "backbone1", "bert", seed=1)
     save_head(models / "head.safetensors", linear())
     make_image_checkpoint(models / "eyes", "vit", LABELS)
     (folder / "code").mkdir()
@@ -202,7 +203,11 @@ def write_members_of_every_kind(project: Project) -> list[dict[str, Any]]:
         {
             **{"name": "pooled", "task_type": "pooled_cls", "model_name_or_path": "models/backbone"},
             **{"head": "models/head.safetensors", "pooling_mode": "mean"},
-            "views": [{"name": "own"}, {"name": "other", "model_name_or_path": "models/gemma"}],
+            "views": [
+                {"name": "own"},
+                {"name": "other", "model_name_or_path": "models/gemma"},
+                {"name": "soup", "checkpoints": {"average": ["models/backbone", "backbone1"]}},
+            ],
             **text,
         },
         {

@@ -138,12 +138,31 @@ def test_views_with_names_like_those_of_folds(trained: Project) -> None:
     assert len(loaded(config(trained, views=views)).config.models[0].all_views) == 3
 
 
-def test_a_mean_of_whole_checkpoints_is_refused(trained: Project, adapters: Path) -> None:
+def test_a_mean_of_whole_checkpoints(trained: Project, adapters: Path) -> None:
+    """One model of them for new rows, and each of them for those that it has not seen."""
     keys = config(trained, "average")
     folder = finish(keys, adapters)
-    for fold in range(3):
-        (folder.checkpoint("lora", Part(fold)) / "adapter_config.json").unlink()
-    with pytest.raises(ConfigError, match="average is of adapters, and these are whole models"):
+    folds = [folder.checkpoint("lora", Part(fold)) for fold in range(3)]
+    for fold in folds:
+        (fold / "adapter_config.json").unlink()
+    made = with_trained(loaded(keys))
+    (member,) = made.config.models
+    assert member.model_dump()["checkpoints"] == {"average": tuple(map(str, folds))}
+    assert member.all_views == ()
+    views = made.trained["lora"].by_fold.all_views
+    assert [view.name for view in views] == ["average", "fold-0", "fold-1", "fold-2"]
+    assert views[0].changes == {}
+    assert [view.changes["model_name_or_path"] for view in views[1:]] == [str(fold) for fold in folds]
+    assert {view.changes["checkpoints"] for view in views[1:]} == {None}
+
+
+def test_a_mean_of_checkpoints_and_adapters_is_refused(trained: Project, adapters: Path) -> None:
+    keys = config(trained, "average")
+    folder = finish(keys, adapters)
+    (folder.checkpoint("lora", Part(1)) / "adapter_config.json").unlink()
+    with pytest.raises(
+        ConfigError, match="predict_with: the folds differ in more than weights; choose folds"
+    ):
         with_trained(loaded(keys))
 
 

@@ -92,7 +92,8 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         )
 
     def sources(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.settings.model_name_or_path, *self._adapter_names())))
+        model = self.settings
+        return tuple(dict.fromkeys((model.model_name_or_path, *model.averaged, *self._adapter_names())))
 
     def _adapter_names(self) -> Iterator[str]:
         for adapter in self.settings.used_adapters:
@@ -240,7 +241,10 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         values: dict[str, Any] = {
             **model.model_dump(include={field.name for field in fields(settings_class)}),
             "auto_class": self.auto_class,
-            "job_adapters": tuple(map(_for_worker, model.view_adapters)),
+            "job_adapters": tuple(
+                source and replace(source, names=_with_slash(source.names)) for source in model.view_adapters
+            ),
+            "averaged_checkpoints": _with_slash(model.averaged),
             # The commit that was checked: a branch on the hub may have moved since.
             "revision": hub_commit(model.model_name_or_path, inspected.folder) or model.revision,
             "label_order": inspected.label_order,
@@ -294,7 +298,11 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             or weights_digest(folder, model.model_kwargs, model.trust_remote_code, files)
         ]
         weights += self._adapter_digests(model.adapter, files)
-        return {"weights": digest_of(weights)}
+        others = {
+            f"checkpoints.average[{number}]": weights_digest(Path(name), {}, model.trust_remote_code, files)
+            for number, name in enumerate(model.averaged[1:], 1)
+        }
+        return {"weights": digest_of(weights), **others}
 
     def _adapter_digests(self, adapter: AdapterSource | None, files: FileDigests) -> list[str]:
         digests = []
@@ -416,15 +424,11 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         return {**super().content(inspected, files), "tokenizer": digest_of([commit, tokenizer])}
 
 
-def _for_worker(adapter: AdapterSource | None) -> AdapterSource | None:
-    """Return an adapter by paths with a slash: in lists Ray replaces only those by a node's."""
-    if adapter is None:
-        return None
-    names = (
-        name if "/" in name or not Path(name).is_dir() else str(Path(name).absolute())
-        for name in adapter.names
+def _with_slash(names: Sequence[str]) -> tuple[str, ...]:
+    """Return folders by paths with a slash: in lists Ray replaces only those by a node's."""
+    return tuple(
+        name if "/" in name or not Path(name).is_dir() else str(Path(name).absolute()) for name in names
     )
-    return replace(adapter, names=tuple(names))
 
 
 def allocator_environment(

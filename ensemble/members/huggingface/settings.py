@@ -53,10 +53,28 @@ _REFUSED_KWARGS: Final = {
 }
 
 
+class AveragedCheckpoints(StrictConfig):
+    """Whole checkpoints of one model, such as those of several folds, that become a single one."""
+
+    of: ClassVar[tuple[str, str]] = ("checkpoint", "model_name_or_path")  # and the key of a single one
+    # Two folders or more; each parameter is their mean: added in float32 in this order, then divided.
+    average: Sources = Field(examples=[["folds/0", "folds/1"]])
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        kind, key_of_one = self.of
+        if len(self.average) == 1:
+            yield ("average",), f"a mean needs two {kind}s; name a single one with {key_of_one}"
+        paths = [os.path.realpath(name) for name in self.average]
+        for number, path in enumerate(paths):
+            if path in paths[:number]:
+                yield ("average", number), f"the same {kind} twice; name it once"
+
+
 class HuggingFaceSettings(MemberConfig):
     """A member's checkpoint, how it is loaded, and what it may take of the machine."""
 
     model_name_or_path: Source = Field(examples=["models/gemma-2-9b"])  # a folder, or a name on the hub
+    checkpoints: AveragedCheckpoints | None = None  # instead of it, several that are averaged into one
     train: TrainConfig | None = None  # how to train the member; model_name_or_path may then be left out
     revision: Text | None = None  # branch, tag or commit on the hub; a commit with trust_remote_code
     adapter_name_or_path: Source | None = None  # a LoRA adapter of peft, a folder or a name on the hub
@@ -94,6 +112,7 @@ class HuggingFaceSettings(MemberConfig):
         "allow_tf32": "tf32",
         "offload_folder": "offload offload_dir",
     }
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("model_name_or_path", "checkpoints"),)
 
     # What train.method may be for this kind; none: it is trained by a command only.
     training_methods: ClassVar[tuple[str, ...]] = ()
@@ -104,12 +123,15 @@ class HuggingFaceSettings(MemberConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_what_is_trained(cls, values: Any) -> Any:
-        """Take ``train.base_model`` for a ``model_name_or_path`` that is left out."""
-        train = values.get("train") if isinstance(values, dict) else None
-        if not isinstance(train, dict) or values.get("model_name_or_path") is not None:
+    def _name_checkpoint(cls, values: Any) -> Any:
+        """Take ``train.base_model`` or the first of ``checkpoints`` if ``model_name_or_path`` is left out."""
+        if not isinstance(values, dict) or values.get("model_name_or_path") is not None:
             return values
-        return {**values, "model_name_or_path": train.get("base_model") or TO_BE_TRAINED}
+        train, checkpoints = values.get("train"), values.get("checkpoints")
+        if isinstance(train, dict):
+            return {**values, "model_name_or_path": train.get("base_model") or TO_BE_TRAINED}
+        names = checkpoints.get("average") if isinstance(checkpoints, dict) else None
+        return {**values, "model_name_or_path": names[0]} if names and isinstance(names, list) else values
 
     @property
     def adapter(self) -> AdapterSource | None:
@@ -134,10 +156,19 @@ class HuggingFaceSettings(MemberConfig):
     @property
     def loads(self) -> dict[str, Any]:
         """Return the keys that say what a worker loads, with their values; adapters take turns in a worker."""
-        return {"model_name_or_path": self.model_name_or_path, "revision": self.revision}
+        return {key: getattr(self, key) for key in ("checkpoints", "model_name_or_path", "revision")}
+
+    @property
+    def averaged(self) -> tuple[str, ...]:
+        """Return the folders of checkpoints that are averaged."""
+        return () if self.checkpoints is None else self.checkpoints.average
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
+        if self.averaged and self.averaged[0] != self.model_name_or_path:
+            yield ("checkpoints",), _ONE_CHECKPOINT
+        if self.averaged and "subfolder" in self.model_kwargs:
+            yield ("model_kwargs", "subfolder"), "checkpoints.average reads the folders themselves; drop this"
         yield from self._broken_training()
         yield from self._broken_trust()
         yield from self._broken_placement()
@@ -290,22 +321,17 @@ class TruncationConfig(StrictConfig):
             )
 
 
-class AveragedAdapters(StrictConfig):
+class AveragedAdapters(AveragedCheckpoints):
     """Adapters of one base, such as those of several folds, that become a single adapter."""
 
+    of: ClassVar[tuple[str, str]] = ("adapter", "adapter_name_or_path")
     average: Sources = Field(examples=[["models/fold0", "models/fold1"]])  # two LoRA adapters or more
     # cat: the mean of what they add to the weights, exactly; linear: the mean of their matrices A and that of their
     # matrices B, which is another model and needs equal ranks
     combination_type: Literal["cat", "linear"] = "cat"
 
-    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
-        if len(self.average) == 1:
-            yield ("average",), "a mean needs two adapters; name a single one with adapter_name_or_path"
-        for number, name in enumerate(self.average):
-            if name in self.average[:number]:
-                yield ("average", number), "the same adapter twice; name it once"
 
-
+_ONE_CHECKPOINT: Final = "model_name_or_path or train names another one; keep one of the two"
 _TWO_KINDS_OF_ADAPTER: Final = "adapter_name_or_path is given as well; keep one of the two"
 
 
@@ -315,6 +341,7 @@ class TextView(ViewConfig):
     prompt_template: Text | None = None  # instead of the member's own prompt_template or text_column
     # Instead of the member's own checkpoint and adapter, in a worker of its own.
     model_name_or_path: Source | None = Field(default=None, examples=["models/fold0"])
+    checkpoints: AveragedCheckpoints | None = None  # instead of it, several that are averaged into one
     revision: Text | None = None  # of this checkpoint
     adapter_name_or_path: Source | None = None  # instead of the member's own adapter, on the same base
     adapters: AveragedAdapters | None = None  # instead of it, several that are averaged into one
@@ -324,10 +351,11 @@ class TextView(ViewConfig):
         changes: dict[str, Any] = {}
         if self.prompt_template is not None:
             changes |= {"prompt_template": self.prompt_template, "text_column": None}
-        if self.model_name_or_path is not None:
+        name = self.model_name_or_path if self.checkpoints is None else self.checkpoints.average[0]
+        if name is not None:
             # The member's revision and adapter belong to the member's own checkpoint.
-            changes |= {"model_name_or_path": self.model_name_or_path, "revision": self.revision}
-            changes |= dict.fromkeys(("adapter_name_or_path", "adapters"))
+            changes |= {"checkpoints": self.checkpoints, "model_name_or_path": name}
+            changes |= {"revision": self.revision, "adapter_name_or_path": None, "adapters": None}
         if self.adapter_name_or_path is not None or self.adapters is not None:
             changes |= {"adapter_name_or_path": self.adapter_name_or_path, "adapters": self.adapters}
         return changes
@@ -336,6 +364,8 @@ class TextView(ViewConfig):
         yield from super().broken_rules(labels)
         if self.adapters is not None and self.adapter_name_or_path is not None:
             yield ("adapters",), _TWO_KINDS_OF_ADAPTER
+        if self.checkpoints is not None and self.model_name_or_path is not None:
+            yield ("checkpoints",), _ONE_CHECKPOINT
         if self.revision is not None and self.model_name_or_path is None:
             yield ("revision",), "is that of the view's model_name_or_path; name it, too"
 
@@ -368,6 +398,7 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
         "text_column": "text column input_column",
     }
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
+        *HuggingFaceSettings.alternatives,
         ("prompt_template", "text_column"),
         ("adapter_name_or_path", "adapters"),
     )
@@ -404,7 +435,7 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
             return {"": self}
         models: dict[str, Self] = {}
         for first, *others in views.values():
-            key = next((key for key in self.loads if key in first.changes), None)
+            key = next((key for key in self.loads if first.changes.get(key)), None)
             name = "model_name_or_path" if key is None else f"views[{self.all_views.index(first)}].{key}"
             # Other models' views are never computed there, and nothing must be loaded for them.
             stand_in = first.model_copy(update={"prompt_template": None, "swap": None, "weight": 0.0})
@@ -465,7 +496,8 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
                 continue
             if self.train is not None:
                 sentence = "with train the training makes the member's checkpoints; drop this"
-                yield ("views", number, "model_name_or_path"), sentence
+                key = "checkpoints" if view.changes["checkpoints"] else "model_name_or_path"
+                yield ("views", number, key), sentence
             for loc, sentence in self.as_view(view)._broken_trust():
                 if loc == ("revision",):
                     yield ("views", number, *loc), sentence

@@ -74,6 +74,7 @@ class CheckpointSettings:
 
     Attributes:
         auto_class: the class of transformers that loads the checkpoint.
+        averaged_checkpoints: folders, whose mean is loaded with all else of the first, ``model_name_or_path``.
         job_adapters: the adapter of each job; None: the base alone.
         label_order: ``label_order[j]`` is the model's output column for the config's label ``j``.
         batch_size, token_budget: None: the worker chooses.
@@ -107,6 +108,7 @@ class CheckpointSettings:
     max_memory: dict[str, int] | None
     offload_folder: str | None
     torch_compile: bool = False
+    averaged_checkpoints: tuple[str, ...] = ()
     bytes_per_token: float | None = None
     bytes_per_token_pair: float = 0.0
     bytes_per_row: float = 0.0

@@ -26,6 +26,7 @@ from ensemble.members.huggingface.checkpoint.adapter_files import (
     shared_base_problems,
     uses_base_head,
 )
+from ensemble.members.huggingface.checkpoint.averaged import averaging_problems
 from ensemble.members.huggingface.checkpoint.facts import Architecture, Facts
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
 from ensemble.members.huggingface.checkpoint.labels import activation_of, label_names, match_labels
@@ -256,10 +257,12 @@ def read_checkpoint(
             another base; every problem is listed.
     """
     name_or_path = model.model_name_or_path
+    problems = [*averaging_problems(model.averaged)]
+    if problems:
+        raise CheckpointError(problems)
     path = find_file(name_or_path, "config.json", model.revision)
     config = read_config(path, f"{name_or_path}: its config.json")
     folder = path.parent
-    problems: list[str] = []
     if Path(name_or_path).is_dir():
         problems += [*weight_problems(folder, config, model.allow_pickle), *small_file_problems(folder)]
     adapters: list[Adapter | None] = []

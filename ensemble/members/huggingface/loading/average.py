@@ -1,4 +1,4 @@
-"""Average LoRA adapters of one base into a single adapter, so that one pass takes the place of several.
+"""Average LoRA adapters of one base, or whole checkpoints, so that one pass takes the place of several.
 
 peft's ``add_weighted_adapter`` does the same to loaded adapters, but refuses those with heads of their own.
 """
@@ -6,15 +6,19 @@ peft's ``add_weighted_adapter`` does the same to loaded adapters, but refuses th
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn.functional import pad
 
 from ensemble.members.huggingface.checkpoint.adapter_files import WEIGHTS, average_problems, inspect_adapter
+from ensemble.members.huggingface.checkpoint.weight_files import loaded_files
 from ensemble.members.huggingface.loading.adapter import PREFIX, AdapterFiles
 
 # A layer's second matrix, by the first.
@@ -23,6 +27,36 @@ _SECOND = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}
 
 # A layer's matrices A, [rank, inputs], and B, [outputs, rank], and the factor of B A x.
 _Layer: TypeAlias = tuple[torch.Tensor, torch.Tensor, float]
+
+
+class _MeanSlice:
+    """Stand for the mean of tensors, which transformers reads by ``[...]`` as it does slices of safetensors."""
+
+    def __init__(self, slices: Sequence[Any]) -> None:
+        self._slices = slices
+
+    def get_dtype(self) -> str:
+        stored = str(self._slices[0].get_dtype())
+        return "F32" if stored in ("F64", "F32", "F16", "BF16") else stored
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part: torch.Tensor = self._slices[0][index]
+        if self.get_dtype() != "F32":
+            return part  # whole numbers, such as positions, have no mean
+        total = part.to(torch.float32, copy=True)  # what is sliced may be the mapped file itself
+        for other in self._slices[1:]:
+            total += other[index]
+        return total.div_(len(self._slices))
+
+
+def average_checkpoints(folders: Sequence[str]) -> dict[str, Any]:
+    """Return the mean of checkpoints as a ``state_dict`` for ``from_pretrained``, which reads it by tensors."""
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # by several threads, many means would live at a time
+    by_folder = []
+    for folder in folders:
+        files: list[Any] = [safe_open(path, framework="pt") for path in loaded_files(Path(folder))]
+        by_folder.append({name: file.get_slice(name) for file in files for name in file.keys()})  # noqa: SIM118
+    return {name: _MeanSlice([slices[name] for slices in by_folder]) for name in by_folder[0]}
 
 
 def average_adapters(title: str, adapters: Sequence[AdapterFiles], combination_type: str) -> AdapterFiles:

@@ -29,7 +29,7 @@ from ensemble.members.huggingface.loading.adapter import (
     attach_adapters,
     open_adapter,
 )
-from ensemble.members.huggingface.loading.average import average_adapters
+from ensemble.members.huggingface.loading.average import average_adapters, average_checkpoints
 from ensemble.members.huggingface.loading.capped_attention import register_capped_blocks
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
 from ensemble.members.huggingface.loading.describe import config_advice
@@ -82,11 +82,14 @@ def load_model(
         options["quantization_config"] = quantization_config(spec.quantization_config, dtype)
     sources = dict.fromkeys(spec.job_adapters)
     adapters = {source: _open_source(source, spec) for source in sources if source is not None}
-    if adapters:
+    if adapters or spec.averaged_checkpoints:
         # Keys of model_kwargs that belong to the config are in it now.
         options["config"], unused = _config_for(adapters.values(), spec)
         for key in spec.model_kwargs.keys() - unused.keys():
             del options[key]
+    if spec.averaged_checkpoints:
+        options["state_dict"] = average_checkpoints(spec.averaged_checkpoints)
+        notes.append(f"mean of {len(spec.averaged_checkpoints)} checkpoints")
     attention = spec.attn_implementation
     if attention is None:  # the plan could not read the architecture
         is_capped = is_soft_capped(from_pretrained(AutoConfig, spec).to_dict())
@@ -137,7 +140,7 @@ def _open_source(source: AdapterSource, spec: CheckpointSpec) -> AdapterFiles:
 
 
 def _config_for(adapters: Iterable[AdapterFiles], spec: CheckpointSpec) -> tuple[Any, dict[str, Any]]:
-    """Return the config of the base of adapters, and the arguments of ``model_kwargs`` that are no part of it.
+    """Return the checkpoint's config, and the arguments of ``model_kwargs`` that are no part of it.
 
     It has the adapters' number of labels, and leaves their heads out of the base's quantization.
     """
@@ -242,11 +245,16 @@ def _set_compute_dtype(model: Any, spec: CheckpointSpec, least: Capability | Non
 
 
 def from_pretrained(auto_class: Any, spec: CheckpointSpec, **options: Any) -> Any:
-    """Load the checkpoint by one of transformers' auto classes."""
+    """Load the checkpoint by one of transformers' auto classes; ``state_dict`` replaces its weights."""
     name = spec.model_name_or_path
+    folder = None if "state_dict" in options else name
     try:
+        if folder is None:  # auto classes need one, and know the class and its part of the config
+            with torch.device("meta"):
+                model = auto_class.from_config(options["config"], trust_remote_code=spec.trust_remote_code)
+            auto_class, options["config"] = type(model), model.config
         return auto_class.from_pretrained(
-            name,
+            folder,
             revision=spec.revision or "main",
             trust_remote_code=spec.trust_remote_code,
             **options,
