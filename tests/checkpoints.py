@@ -203,6 +203,37 @@ def _config(transformers: Any, architecture: str, common: dict[str, Any], width:
         return transformers.Lfm2Config(
             **decoder, **common, layer_types=["conv", *["full_attention"] * (layers - 1)]
         )
+    if architecture == "cohere2":
+        return transformers.Cohere2Config(
+            **decoder,
+            **common,
+            sliding_window=16,
+            layer_types=[*["sliding_attention"] * (layers - 1), "full_attention"],
+        )
+    if architecture == "gemma4_text":  # each layer has embeddings of its own
+        return transformers.CONFIG_MAPPING[architecture](
+            **decoder,
+            **common,
+            sliding_window=16,
+            layer_types=[*["sliding_attention"] * (layers - 1), "full_attention"],
+            global_head_dim=width // 4,
+            vocab_size_per_layer_input=common["vocab_size"],
+            hidden_size_per_layer_input=width // 4,
+            num_kv_shared_layers=0,
+        )
+    if architecture == "qwen3_5_moe_text":  # recurrent layers beside attention, and a mixture of experts
+        linear = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
+        linear |= {f"linear_{name}_head_dim": width // 4 for name in ("key", "value")}
+        return transformers.CONFIG_MAPPING[architecture](
+            **decoder,
+            **common,
+            **linear,
+            layer_types=[*["linear_attention"] * (layers - 1), "full_attention"],
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=width // 2,
+            shared_expert_intermediate_size=width // 2,
+        )
     if architecture == "mamba":
         return transformers.MambaConfig(hidden_size=width, num_hidden_layers=layers, **common)
     if architecture == "granite":  # its logits are divided

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.members.causal_lm.parent import CausalLanguageModel, CausalSettings
-from ensemble.members.seq_cls.parent import SequenceClassification, SequenceClassifierSettings
+from ensemble.members.huggingface.parent import TextCheckpoint
+from ensemble.members.registry import KINDS
 from tests.worker.test_session import publish
 
 LABELS = ["yes", "no", "tie"]
@@ -43,11 +43,9 @@ def make_spec(
         "train": {"base_model": str(base), **(train or {})},
     }
     keys |= member or {}
-    kind: SequenceClassification | CausalLanguageModel
-    if keys.get("task_type") == "causal_lm":
-        kind = CausalLanguageModel(CausalSettings.model_validate(keys))
-    else:
-        kind = SequenceClassification(SequenceClassifierSettings.model_validate(keys))
+    of_kind = KINDS.load(keys.get("task_type", "seq_cls"))
+    kind = of_kind(of_kind.Settings.model_validate(keys))
+    assert isinstance(kind, TextCheckpoint)
     rows: dict[str, Any] = {"rows": np.arange(len(texts)), "targets": targets}
     rows["weights"] = np.ones(len(texts)) if weights is None else weights
     if groups is not None:

@@ -24,6 +24,8 @@ from tests.faults.machine import small_disk
 # peft asks transformers for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 LABELS = ["yes", "no", "tie"]
+POOLED = {"task_type": "pooled_cls", "pooling_mode": "mean"}
+OF_TRAINING = "the training makes the head, a linear layer in the order of labels; drop this"
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,8 @@ def problems(where: Path, **train: Any) -> list[str]:
         ("bert", {"method": "head"}),
         ("llama", {"method": "lora", "lora_config": {"r": 4, "target_modules": ["q_proj", "v_proj"]}}),
         ("llama", {"method": "lora", "lora_config": {"target_modules": "all-linear"}}),
+        ("bert", {"method": "lora", "member": POOLED}),
+        ("llama", {"method": "head", "member": POOLED}),
         (
             "llama",
             {"method": "qlora", "member": {"task_type": "causal_lm"}, "training_arguments": {"bf16": True}},
@@ -194,6 +198,44 @@ def test_epochs_without_a_step(arguments: dict[str, Any], epochs: str, tmp_path:
         config(tmp_path, base_model="base", training_arguments={**arguments, **sound})
 
 
+@pytest.mark.parametrize(
+    ("keys", "place", "sentence"),
+    [
+        ({"head": "head.safetensors"}, "head", OF_TRAINING),
+        ({"head_layers": ["fc"]}, "head_layers", OF_TRAINING),
+        ({"head_labels": ["no", "yes", "tie"]}, "head_labels", OF_TRAINING),
+        ({"head_dropout": 1.0}, "head_dropout", "must be a number from 0 to less than 1, not 1.0"),
+        (
+            {"views": [{"name": "v", "head": "head.safetensors"}]},
+            "views[0].head",
+            "with train the training makes the member's heads; drop this",
+        ),
+        (
+            {"train": {"method": "head", "pooling_mode": "cls"}},
+            "train.pooling_mode",
+            "the member's own pooling_mode counts; drop this",
+        ),
+        (
+            {"train": {"method": "lora", "predict_with": "average"}},
+            "train.predict_with",
+            "each fold has a head of its own beside its adapter; choose folds or refit",
+        ),
+        (
+            {"train": {"method": "head"}, "problem_type": "regression"},
+            "train.method",
+            "head is a regression of labels that exclude each other; choose full or lora",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_with_a_head_that_is_trained(
+    keys: dict[str, Any], place: str, sentence: str, tmp_path: Path
+) -> None:
+    train = {"base_model": "base", **keys.pop("train", {})}
+    with pytest.raises(ConfigError) as caught:
+        config(tmp_path, **train, member={**POOLED, **keys})
+    assert caught.value.problems == (f"models[0].{place}: {sentence}",)
+
+
 def test_target_modules_that_the_base_does_not_have(bases: Path, tmp_path: Path) -> None:
     llama = {"base_model": str(bases / "llama"), "method": "lora"}
     assert problems(tmp_path, **llama, lora_config={"target_modules": ["q_proj", "query"]}) == [
@@ -208,9 +250,12 @@ def test_a_base_without_a_class_for_its_task(bases: Path, tmp_path: Path) -> Non
     (messages,) = problems(tmp_path, base_model=str(bases / "mamba"), method="lora")
     assert re.fullmatch(
         rf"models\[0\]\.train\.base_model: {bases}/mamba: transformers \S+ has no model of the kind 'mamba' for "
-        "this task; task_type: causal_lm runs its MambaForCausalLM, or install a newer release",
+        "this task; to train a head on its backbone, write task_type: pooled_cls, pooling_mode: lasttoken; "
+        "task_type: causal_lm runs its MambaForCausalLM, or install a newer release",
         messages,
     )
+    written = {"member": {"task_type": "pooled_cls", "pooling_mode": "lasttoken"}}
+    assert problems(tmp_path, base_model=str(bases / "mamba"), **written) == []
     (messages,) = problems(tmp_path, base_model=str(bases / "lama"))
     assert messages == (
         f"models[0].train.base_model: {bases}/lama: no such folder; did you mean {bases}/llama?"

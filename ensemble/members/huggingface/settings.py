@@ -173,6 +173,10 @@ class HuggingFaceSettings(MemberConfig):
         yield from self._broken_trust()
         yield from self._broken_placement()
         yield from self._broken_weights()
+        is_exclusive = getattr(self, "problem_type", None) in (None, "single_label_classification")
+        if self.train is not None and self.train.method == "head" and not (is_exclusive and len(labels) != 1):
+            sentence = "head is a regression of labels that exclude each other; choose full or lora"
+            yield ("train", "method"), sentence
 
     def _broken_training(self) -> Iterator[Problem]:
         """Find a training that this kind does not have, and adapters beside those that it makes."""

@@ -9,12 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from annotated_types import Gt, Le
-from pydantic import AllowInfNan, BeforeValidator, Field
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AllowInfNan, BeforeValidator, Field, model_validator
 
 from ensemble.common.digests import FileDigests
+from ensemble.common.errors import CheckpointError
 from ensemble.config import MemberConfig
 from ensemble.config.document import Problem
+from ensemble.config.schema import TrainConfig
 from ensemble.config.values import File, Labels, MustBe, ProblemType, as_label
 from ensemble.members.base import Assigned, OutputColumns
 from ensemble.members.footprint import MemoryEstimate
@@ -24,8 +26,8 @@ from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, read_che
 from ensemble.members.huggingface.checkpoint.labels import activation_of
 from ensemble.members.huggingface.memory import checkpoint_memory
 from ensemble.members.huggingface.parent import TextCheckpoint
-from ensemble.members.huggingface.settings import TextSettings, TextView
-from ensemble.members.huggingface.spec import BACKBONE, CHILD
+from ensemble.members.huggingface.settings import TO_BE_TRAINED, TextSettings, TextView
+from ensemble.members.huggingface.spec import BACKBONE, CHILD, HEAD_FILE
 from ensemble.members.pooled_cls.head import LAYER_NORM, Head, read_head
 
 Layer = Annotated[
@@ -36,6 +38,7 @@ Layers = Annotated[
     MustBe("a list of layers in the file and of activations, such as [dense, tanh, out_proj]", list),
 ]
 Epsilon = Annotated[float, Gt(0), Le(1), AllowInfNan(False), MustBe("a number of more than 0, up to 1")]
+Dropout = Annotated[float, Ge(0), Lt(1), MustBe("a number from 0 to less than 1")]
 
 
 class PooledView(TextView):
@@ -55,13 +58,14 @@ class PooledSettings(TextSettings):
     """A backbone whose last hidden states are pooled, with a linear or MLP head from a safetensors file."""
 
     task_type: Literal["pooled_cls"] = "pooled_cls"
-    head: File = Field(examples=["head.safetensors"])  # its layers' weights, in safetensors
+    head: File = Field(examples=["head.safetensors"])  # its layers' weights, in safetensors; train makes it
     # Over a row's own tokens: their mean, the first (cls), or the last.
     pooling_mode: Literal["mean", "cls", "lasttoken"] = Field(examples=["mean"])
     # The file's layers in their order, with activations between; may be left out for a single linear layer.
     head_layers: Layers | None = None
     head_layer_norm_eps: Epsilon = 1e-5  # epsilon of a layer norm in the head
     head_labels: Labels | None = None  # the labels in the order of the head's outputs; None: that of labels
+    head_dropout: Dropout = 0.1  # dropout before the head while train.base_model is trained with it
     # Ways in which it gets each row, each with a name of its own; left out: every row once, as it is.
     views: PooledViews | None = Field(
         default=None, examples=["[{name: fold0}, {name: fold1, head: fold1/head.safetensors}]"]
@@ -69,6 +73,7 @@ class PooledSettings(TextSettings):
     # How its outputs become probabilities; None: by softmax, and a single output stays a plain number.
     problem_type: ProblemType | None = None
 
+    training_methods: ClassVar[tuple[str, ...]] = ("full", "lora", "qlora", "head")
     older_keys: ClassVar[Mapping[str, str]] = {
         **TextSettings.older_keys,
         "head": "head_path head_file classifier classifier_path",
@@ -77,10 +82,39 @@ class PooledSettings(TextSettings):
         "head_labels": "label_map label_mapping id2label label2id",
     }
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_the_head_to_its_training(cls, values: Any) -> Any:
+        """Let ``head`` be left out beside ``train``."""
+        is_left_out = isinstance(values, dict) and values.get("train") and values.get("head") is None
+        return {**values, "head": TO_BE_TRAINED} if is_left_out else values
+
+    @property
+    def has_head(self) -> bool:
+        """Return whether the head is there already; else its training makes it."""
+        return str(self.head) != TO_BE_TRAINED
+
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
+        if self.train is not None:
+            yield from self._broken_heads(self.train)
         if self.head_labels and labels and sorted(self.head_labels) != sorted(labels):
             yield ("head_labels",), f"must name each of the {len(labels)} labels once"
+
+    def _broken_heads(self, train: TrainConfig) -> Iterator[Problem]:
+        """Find heads, and keys about them, beside those that a training makes."""
+        makes_linear = train.base_model is not None
+        for key in ("head_layers", "head_labels", *(["head"] if self.has_head else [])):
+            if makes_linear and getattr(self, key) is not None:
+                yield (key,), "the training makes the head, a linear layer in the order of labels; drop this"
+        if makes_linear and "pooling_mode" in train.model_fields_set:
+            yield ("train", "pooling_mode"), "the member's own pooling_mode counts; drop this"
+        for number, view in enumerate(self.views or ()):
+            if view.head is not None and (makes_linear or not self.has_head):
+                yield ("views", number, "head"), "with train the training makes the member's heads; drop this"
+        if train.predict_with == "average" and not self.has_head:
+            sentence = "each fold has a head of its own beside its adapter; choose folds or refit"
+            yield ("train", "predict_with"), sentence
 
 
 class PooledClassification(TextCheckpoint[PooledSettings]):
@@ -90,6 +124,7 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
     child: ClassVar[str] = f"{CHILD}:ensemble.members.pooled_cls.predictor.PooledMember"
     activation_key: ClassVar[str] = "problem_type"
     auto_class: ClassVar[str] = BACKBONE
+    examples: ClassVar[str] = "ensemble.members.pooled_cls.training:PooledExamples"
 
     def sources(self) -> tuple[str, ...]:
         return (*super().sources(), *dict.fromkeys(str(view.settings.head) for view in self._with_heads()))
@@ -146,8 +181,33 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
         return {
             **super().worker_settings(inspected, assigned, offload_folder),
             "job_heads": [
-                (str(job.settings.head), job._inspected_head(inspected).steps) for job in self._with_heads()
+                (str(job.settings.head), job._inspected_head(inspected).steps)
+                for job in self._with_heads()
+                if job.settings.has_head
             ],
             "head_layer_norm_eps": model.head_layer_norm_eps,
             "pooling_mode": model.pooling_mode,
         }
+
+    def training_settings(self, labels: Sequence[str]) -> Mapping[str, Any]:
+        return {**super().training_settings(labels), "head_dropout": self.settings.head_dropout}
+
+    def trained_settings(self, folder: Path) -> Mapping[str, str]:
+        """Return also the head that a training leaves beside its backbone or adapter, or alone."""
+        model, head = self.settings, folder / HEAD_FILE
+        if model.has_head:
+            return super().trained_settings(folder)
+        if not head.is_file():
+            raise CheckpointError(
+                f"{folder} has no {HEAD_FILE}; let the command write the head's tensors there, or name the head in "
+                "the config (head)"
+            )
+        is_alone = not any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+        if is_alone and model.model_name_or_path == TO_BE_TRAINED:
+            raise CheckpointError(
+                f"{folder} has a head alone; name its backbone in the config (model_name_or_path)"
+            )
+        backbone = (
+            {"model_name_or_path": model.model_name_or_path} if is_alone else super().trained_settings(folder)
+        )
+        return {**backbone, "head": str(head)}

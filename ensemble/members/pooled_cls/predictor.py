@@ -43,6 +43,10 @@ class PooledMember(TextMember[PooledSpec]):
 
     Spec: ClassVar[type[CheckpointSpec]] = PooledSpec
 
+    @property
+    def pooling_mode(self) -> str:
+        return self._spec.pooling_mode
+
     def load(self) -> Ready:
         ready = super().load()
         assert isinstance(self._classifier, PooledClassifier)

@@ -1,17 +1,19 @@
-"""Train a head by scikit-learn: a logistic regression on the pooled features with which a member predicts.
+"""Train a head: with its backbone in steps, or by scikit-learn on the pooled features with which a member predicts.
 
-A process trains one head; its argument is a file with the trainer's spec and the folder ``features``.  There lie
-the features of all rows of the table, which are computed once for all heads, in blocks of rows, each a file that is
-whole or not there: processes that run side by side share the blocks, and one that is killed leaves what is done.
+Of the second way a process trains one head; its argument is a file with the trainer's spec and the folder
+``features``.  There lie the features of all rows of the table, which are computed once for all heads, in blocks of
+rows, each a file that is whole or not there: processes that run side by side share the blocks, and one that is
+killed leaves what is done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,50 @@ from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.checkpoint.digests import tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file
 from ensemble.members.huggingface.loading.load import Loaded
+from ensemble.members.huggingface.scoring.classifier import states_at
 from ensemble.members.huggingface.scoring.encode import Encoded
-from ensemble.members.huggingface.scoring.forward import compute
+from ensemble.members.huggingface.scoring.forward import Shortcut, compute
 from ensemble.members.huggingface.spec import BACKBONE, HEAD_FILE, ModelSettings
+from ensemble.members.huggingface.training.examples import ClassifierExamples, MicroBatch, Rows
 from ensemble.members.huggingface.training.program import run_program
+from ensemble.members.huggingface.training.trainee import Trainee
 from ensemble.members.pooled_cls.predictor import PooledClassifier, PooledMember, PooledSpec
 
 _ROWS_OF_BLOCK = 4_096
+
+
+class PooledExamples(ClassifierExamples):
+    """Learn the outputs of a head over a backbone's states, which are pooled as in ``PooledClassifier``."""
+
+    def _make_classifier(self, member: Any, trainee: Trainee, pad_token_id: int) -> PooledClassifier:
+        assert trainee.head is not None
+        self._head, self._mode = trainee.head, member.pooling_mode
+        classifier = PooledClassifier(trainee.base, pad_token_id, trainee.head, self._mode)
+        if self._mode == "cls" and Shortcut.NO_MASK in classifier.possible:
+            raise ValueError(
+                "pooling_mode: cls takes the first token, and in this model no token sees those behind it; choose "
+                "lasttoken or mean"
+            )
+        return classifier
+
+    def batch(self, sequences: Rows) -> MicroBatch:
+        batch = super().batch(sequences)
+        return replace(batch, labels={**batch.labels, "mask": batch.inputs["attention_mask"]})
+
+    def reading(self, batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # the mask says where a row ends
+
+    def _logits(self, outputs: Any, labels: dict[str, torch.Tensor]) -> torch.Tensor:
+        states: torch.Tensor = outputs.last_hidden_state
+        mask = labels["mask"].to(states.device)
+        if self._mode == "mean":
+            total = states.masked_fill(mask[..., None] == 0, 0).sum(1, dtype=torch.float32)
+            pooled = total / mask.sum(1, keepdim=True)
+        else:
+            places = mask if self._mode == "cls" else mask * torch.arange(mask.shape[1], device=mask.device)
+            pooled = states_at(states, places.argmax(1)).float()
+        logits: torch.Tensor = self._head(pooled.to(next(self._head.parameters()).device))
+        return logits
 
 
 def main() -> None:
@@ -71,7 +110,9 @@ def train(spec: Mapping[str, Any]) -> None:
         }
         write_text(out / "progress.json", json.dumps(progress))
 
-    backbone = Backbone(Path(spec["table"]), spec["settings"]["member"], spec["train"]["pooling_mode"])
+    # A pooled_cls member has the key itself.
+    mode = spec["settings"]["member"].get("pooling_mode", spec["train"]["pooling_mode"])
+    backbone = Backbone(Path(spec["table"]), spec["settings"]["member"], mode)
     rows_of_features, features = compute_features(backbone, Path(spec["features"]), report)
     part = np.load(spec["rows"])
     kept = np.isin(part["rows"], rows_of_features)

@@ -50,10 +50,6 @@ class SequenceClassifierSettings(TextSettings):
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
-        is_exclusive = self.problem_type in (None, "single_label_classification") and len(labels) != 1
-        if self.train is not None and self.train.method == "head" and (self.choices or not is_exclusive):
-            sentence = "head is a regression of labels that exclude each other; choose full or lora"
-            yield ("train", "method"), sentence
         if self.train is not None and self.train.base_model is not None and self.choices is not None:
             yield ("train",), "a member with choices is trained by a command only; give train.command"
         if self.choices is None:

@@ -45,7 +45,7 @@ _HARMLESS = re.compile(
     r"|loss|loss_fct|loss_fn|loss_function|criterion)\.|(^|\.)final_logits_bias$"
 )
 # Layers before the head of some classifiers that belong to it.
-_BEFORE_HEAD = re.compile(r"(pre_classifier|sequence_summary)\.")
+_BEFORE_HEAD = re.compile(r"(pre_classifier|sequence_summary|head\.(dense|norm))\.")  # the last of ModernBERT
 
 
 def is_unused(spec: CheckpointSpec, key: str) -> bool:

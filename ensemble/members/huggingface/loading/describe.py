@@ -41,6 +41,7 @@ from ensemble.members.huggingface.loading.architecture import read_architecture,
 from ensemble.members.huggingface.loading.tokenizer import common_tokenizer, label_ids, make_tokenizer
 from ensemble.members.huggingface.spec import (
     BACKBONE,
+    CLASSIFIER,
     COMMIT,
     IMAGE_CLASSIFIER,
     LANGUAGE_MODEL,
@@ -148,7 +149,7 @@ class _Checkpoint:
         reader_problem, reader_words = self._read_inputs()
         problems = [*self._code_problems(config_words, has_class, reader_words)]
         if not problems:
-            problems += self._model_problems(config_words, has_class, model_words)
+            problems += self._model_problems(config, config_words, has_class, model_words)
             problems += filter(None, [reader_problem or self._size_problem()])
             problems += self._task_problems(model)
             if not problems and model is not None and not self._stored.get("quantization_config"):
@@ -294,7 +295,9 @@ class _Checkpoint:
                 f"{needed[1]}; it runs only if you allow it: read it, then set trust_remote_code: true"
             )
 
-    def _model_problems(self, config_words: str, has_class: bool, model_words: str) -> Iterator[str]:
+    def _model_problems(
+        self, config: Any, config_words: str, has_class: bool, model_words: str
+    ) -> Iterator[str]:
         """Yield why transformers cannot make the model."""
         name, stored = self._name, self._stored
         if config_words:
@@ -305,13 +308,25 @@ class _Checkpoint:
             advice = f"task_type: {task} runs its {self._saved_as}" if task else "name another checkpoint"
             yield (
                 f"{name}: {_release()} has no model of the kind {stored.get('model_type')!r} for this task; "
-                f"{advice}, or install a newer release"
+                f"{self._advice_on_heads(config)}{advice}, or install a newer release"
             )
         elif model_words:
             yield (
                 f"{name}: {_release()} cannot build the model of its config.json ({model_words}); "
                 f"{config_advice(stored, runs_code=False)}"
             )
+
+    def _advice_on_heads(self, config: Any) -> str:
+        """Return the keys of a member that trains a head on the backbone, where no classifier has one."""
+        reads_text = isinstance(self._numbers.get("vocab_size"), int)
+        is_backbone = reads_text and type(config) in transformers.AutoModel._model_mapping
+        if self._auto_class != CLASSIFIER or not is_backbone or self._stored.get("is_encoder_decoder"):
+            return ""
+        mode = "mean" if self._saved_as.endswith("ForMaskedLM") else "lasttoken"
+        keys = f"task_type: pooled_cls, pooling_mode: {mode}"
+        if self._question["training"] is None:
+            keys += f" and train: {{base_model: {self._name}, method: lora}}"
+        return f"to train a head on its backbone, write {keys}; "
 
     @property
     def _saved_as(self) -> str:

@@ -18,8 +18,7 @@ from transformers import TrainingArguments
 from ensemble.common.text import did_you_mean, listed
 from ensemble.common.torch_errors import one_line
 from ensemble.members.huggingface.checkpoint.adapter_files import unshared_settings
-from ensemble.members.huggingface.spec import CLASSIFIER
-from ensemble.members.huggingface.training.trainee import LORA, Trainee
+from ensemble.members.huggingface.training.trainee import LORA, PEFT_TASKS, Trainee
 
 _EPOCHS, _WARM_UP = 2.0, 0.05
 # The rows, the saves, the loss's divisor and the report are not Trainer's, whatever the defaults of its release.
@@ -105,9 +104,8 @@ def judge_training(training: Mapping[str, Any], auto_class: str, model: Any) -> 
     if model is not None and not of_lora and not any(unshared_settings(lora, is_averaged=False)):
         of_lora += _missing_targets(model, lora)
         if not of_lora:
-            task = "SEQ_CLS" if auto_class == CLASSIFIER else "CAUSAL_LM"
             try:
-                adapter = LoraConfig(**{**LORA, "task_type": task, **lora})
+                adapter = LoraConfig(**{**LORA, "task_type": PEFT_TASKS[auto_class], **lora})
                 trainable = get_peft_model(model, adapter).get_nb_trainable_parameters()[0]
             except (ValueError, TypeError) as error:
                 of_lora.append(f"lora_config: peft cannot add this adapter to the base: {one_line(error)}")

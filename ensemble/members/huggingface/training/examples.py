@@ -98,11 +98,11 @@ class ClassifierExamples(Examples):
         pad_token_id = pad_token_id_of(member.tokenizer)
         self._config = trainee.base.config
         # A whole model is saved with a pad id, as users run it in batches, too: from now on its head goes by that.
-        # The config of an adapter's base stays as it is.
-        if self._config.pad_token_id is None and not trainee.has_adapter:
+        # The config of an adapter's base stays as it is; a head of its own reads by the mask.
+        if trainee.head is None and not trainee.has_adapter and self._config.pad_token_id is None:
             self.new_pad_token_id = _unread_token(member.tokenizer, encoded)
             self._config.pad_token_id = self.new_pad_token_id
-        self._classifier = Classifier(trainee.base, pad_token_id)
+        self._classifier = self._make_classifier(member, trainee, pad_token_id)
         self._activation = trainee.activation
         self._targets = torch.from_numpy(targets[:, trainee.label_order])
         self._weights = torch.from_numpy(weights)
@@ -111,6 +111,10 @@ class ClassifierExamples(Examples):
             trainee.base.eval()
             tolerance = 1e-3 if trainee.base.dtype == torch.float32 else 0.05
             self._equal_lengths = not self._tolerates_padding(tolerance)
+
+    def _make_classifier(self, member: Any, trainee: Trainee, pad_token_id: int) -> Classifier:
+        """Return what would predict with the model."""
+        return Classifier(trainee.base, pad_token_id)
 
     def _tolerates_padding(self, tolerance: float) -> bool:
         """Return whether the shortest row gets the same outputs alone and padded to the longest one's length."""
@@ -130,8 +134,13 @@ class ClassifierExamples(Examples):
     def reading(self, batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
         return searching(self._config, int(batch.reads))
 
+    def _logits(self, outputs: Any, labels: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the head's outputs, [rows, labels], for those of the model's forward pass."""
+        logits: torch.Tensor = outputs.logits
+        return logits
+
     def loss(self, outputs: Any, labels: dict[str, torch.Tensor], num_items_in_batch: int) -> torch.Tensor:
-        logits = outputs.logits.float()
+        logits = self._logits(outputs, labels).float()
         targets = labels["targets"].to(logits.device, logits.dtype)
         if self._activation == "softmax":
             losses = -(targets * logits.log_softmax(-1)).sum(-1)

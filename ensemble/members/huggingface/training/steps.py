@@ -206,15 +206,13 @@ class StepTrainer(Trainer):  # type: ignore[misc]
         return NotFinite(f"{what}; try {remedy}")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights of a save; those of a whole model by the names that the loaded model has."""
+        """Write the weights of a save that are trained, by the names that the loaded model has."""
         self.check_finite()
         folder = Path(str(output_dir))
         folder.mkdir(parents=True, exist_ok=True)
-        if hasattr(self.model, "peft_config"):
-            self.model.save_pretrained(folder)
-            return
         # save_pretrained may rename weights, and what loads a save would leave out those that it does not find.
-        weights = {name: parameter.detach().contiguous() for name, parameter in self.model.named_parameters()}
+        parameters = self.model.named_parameters()
+        weights = {name: value.detach().contiguous() for name, value in parameters if value.requires_grad}
         save_file(weights, folder / "model.safetensors")
 
     def floating_point_ops(self, inputs: Any) -> int:

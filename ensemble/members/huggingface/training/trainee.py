@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
@@ -18,7 +19,7 @@ from ensemble.common.text import listed
 from ensemble.members.huggingface.checkpoint.adapter_files import LABELS_FILE, is_head
 from ensemble.members.huggingface.checkpoint.labels import activation_of
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
-from ensemble.members.huggingface.loading.device_map import placement_options
+from ensemble.members.huggingface.loading.device_map import last_device, placement_options
 from ensemble.members.huggingface.loading.kernels import AMPERE, capability, choose_kernels, set_tf32
 from ensemble.members.huggingface.loading.model import (
     from_pretrained,
@@ -29,6 +30,8 @@ from ensemble.members.huggingface.spec import (
     BACKBONE,
     CAPPED_BLOCKS,
     CLASSIFIER,
+    HEAD_FILE,
+    LANGUAGE_MODEL,
     ModelSpec,
     choose_attention,
     is_soft_capped,
@@ -36,9 +39,13 @@ from ensemble.members.huggingface.spec import (
 
 # Explicit, so that releases of peft with other defaults train the same adapter.
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "bias": "none", "target_modules": "all-linear"}
+# peft's names of what a model of each class is for.
+PEFT_TASKS = {CLASSIFIER: "SEQ_CLS", LANGUAGE_MODEL: "CAUSAL_LM", BACKBONE: "FEATURE_EXTRACTION"}
 _NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 # peft keeps modules of these names whole in each adapter of a classifier.
 _HEADS_OF_PEFT = ("classifier", "score")
+# A backbone's own head is a module of it while both are trained.
+_HEAD = "head_beside_backbone"
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Trainee:
         dtype: of the base's weights as they are stored, which a whole model is saved in.
         precision: the mixed precision of the training, "bf16" or "fp16"; empty: none.
         label_order: for each of the head's outputs, the number of the config's label.
+        head: of a backbone, dropout and a linear layer, which is a module of ``base``; None: the base has one.
         notes: sentences for the user.
     """
 
@@ -61,29 +69,38 @@ class Trainee:
     activation: Activation
     label_order: list[int]
     notes: list[str]
+    head: nn.Sequential | None = None
 
     @property
     def has_adapter(self) -> bool:
         return self.model is not self.base
 
     def save(self, folder: Path) -> None:
-        """Write the model, or the adapter, as a member loads it."""
+        """Write the model, or the adapter, as a member loads it, and beside it a head of its own."""
         config = self.base.config
+        if self.head is not None:
+            save_file(self.head[-1].state_dict(), folder / HEAD_FILE)
+            delattr(self.base, _HEAD)
         if not self.has_adapter:
             self.base.to(self.dtype)  # as the base is stored
-        elif config.problem_type is not None:  # peft stores no names of labels
+        elif self.head is None and config.problem_type is not None:  # peft stores no names of labels
             labels = {"id2label": config.id2label, "problem_type": config.problem_type}
             write_text(folder / LABELS_FILE, json.dumps(labels))
         self.model.save_pretrained(folder)
 
 
 def load_trainee(
-    spec: ModelSpec, method: str, lora: Mapping[str, Any], problem_type: str | None, checkpointing: bool
+    spec: ModelSpec,
+    method: str,
+    lora: Mapping[str, Any],
+    problem_type: str | None,
+    checkpointing: bool,
+    head_dropout: float = 0.0,
 ) -> Trainee:
-    """Load the base model in the precision of its method and its device.
+    """Load the base model in the precision of its method and its device; a backbone gets a head.
 
     A whole model is trained in float32, on GPUs in mixed precision.  The base of an adapter is in half precision
-    there, and the adapter in float32.
+    there, and the adapter and a backbone's head in float32.
 
     Raises:
         ValueError: the base cannot be trained for this member, or ``lora`` is not for it.
@@ -103,9 +120,10 @@ def load_trainee(
     activation: Activation = "softmax"
     notes: list[str] = []
     is_new_head, label_order = False, list(range(len(spec.labels)))
-    if spec.auto_class == CLASSIFIER:
+    if spec.auto_class in (CLASSIFIER, BACKBONE):
         # The base's own problem_type is about other labels, and the table was not read by it.
         activation = activation_of(problem_type, len(spec.labels))
+    if spec.auto_class == CLASSIFIER:
         is_new_head, label_order = _set_labels(config, spec, activation, notes)
     model, info = _load(spec, config, dtype, on_gpu)
     absent = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
@@ -129,6 +147,10 @@ def load_trainee(
         _enable_checkpointing(model, notes)
     if method != "full":
         trained = _with_adapter(trained, spec, lora, absent)
+    head = None
+    if spec.auto_class == BACKBONE:
+        head = _new_head(model, len(label_order), head_dropout)
+        model.add_module(_HEAD, head)  # now, so that no adapter is put into it
     for parameter in trained.parameters():
         if parameter.requires_grad:  # the optimizer adds small steps, which half precision would round away
             parameter.data = parameter.data.float()
@@ -140,6 +162,7 @@ def load_trainee(
         activation=activation,
         label_order=label_order,
         notes=notes,
+        head=head,
     )
 
 
@@ -167,7 +190,7 @@ def _set_labels(
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ValueError(
             f"base_model: transformers has no classification head for {type(config).__name__} "
-            f"({spec.model_name_or_path}); name another base, or train it as task_type: causal_lm"
+            f"({spec.model_name_or_path}); name another base, or train a head of its own with task_type: pooled_cls"
         )
     stored = [str(config.id2label[number]) for number in sorted(config.id2label)]
     labels = list(spec.labels)
@@ -213,6 +236,16 @@ def _reset_head(model: Any, labels: int) -> None:
                 nn.init.zeros_(module.bias)
 
 
+def _new_head(backbone: Any, labels: int, dropout: float) -> nn.Sequential:
+    """Return dropout and a linear layer over a backbone's hidden states, in float32 where its pass ends."""
+    config = backbone.config.get_text_config()
+    # Some OPT models end with a projection to the size of the embeddings.
+    layer = nn.Linear(getattr(config, "word_embed_proj_dim", None) or config.hidden_size, labels)
+    nn.init.normal_(layer.weight, std=getattr(config, "initializer_range", None) or 0.02)
+    nn.init.zeros_(layer.bias)
+    return nn.Sequential(nn.Dropout(dropout), layer).to(last_device(backbone), torch.float32)
+
+
 def _enable_checkpointing(model: Any, notes: list[str]) -> None:
     keys = {"use_reentrant": False}
     if not model.supports_gradient_checkpointing:
@@ -224,12 +257,12 @@ def _enable_checkpointing(model: Any, notes: list[str]) -> None:
 
 
 def _with_adapter(model: Any, spec: ModelSpec, lora: Mapping[str, Any], absent: Sequence[str]) -> Any:
-    """Return the model with a LoRA adapter, which carries all weights that the base lacks."""
+    """Return the model with a LoRA adapter, which carries all weights that the base lacks and needs."""
     from peft import LoraConfig, get_peft_model
 
     is_classifier = spec.auto_class == CLASSIFIER
-    settings = {**LORA, "task_type": "SEQ_CLS" if is_classifier else "CAUSAL_LM", **lora}
-    new = {key.rpartition(".")[0] for key in absent}
+    settings = {**LORA, "task_type": PEFT_TASKS[spec.auto_class], **lora}
+    new = {key.rpartition(".")[0] for key in absent if not is_unused(spec, key)}
     whole = [name for name in sorted(new) if name.split(".")[0] not in _HEADS_OF_PEFT]
     if is_classifier:
         whole = [*whole, *(name for name in _HEADS_OF_PEFT if hasattr(model, name))]

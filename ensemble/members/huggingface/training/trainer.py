@@ -93,6 +93,7 @@ class Training:
             method=spec.train["method"],
             lora=spec.train["lora_config"],
             problem_type=spec.settings["problem_type"],
+            head_dropout=spec.settings.get("head_dropout", 0.0),
             checkpointing=spec.gradient_checkpointing or is_checkpointed(spec.train["training_arguments"]),
         )
         with np.load(spec.rows) as data:
