@@ -11,12 +11,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.prefix import command, figures_of, judged, make_model, measure_ways
+from bench.prefix import command, figures_of, judged, label_tokens, make_model, measure_ways, save_figures
+from bench.processes import Failed
 
 AT_LEAST = 4.0
 LABELS, LABEL_TOKENS, PROMPT_TOKENS = 10, 10, 200
 # With fewer, such a small model spends most of its time on the vocabulary, unlike the ones in use.
 _LAYERS = 16
+_CLOSE = 1e-4
 
 
 def compare(rows: int = 200, repeats: int = 3) -> list[dict[str, object]]:
@@ -25,7 +27,9 @@ def compare(rows: int = 200, repeats: int = 3) -> list[dict[str, object]]:
     Raises:
         Failed: the process failed, or the two ways gave other probabilities.
     """
-    figures = figures_of("bench.labels", rows, repeats)
+    (figures,) = figures_of("bench.labels", rows, repeats)
+    if not figures["apart"] <= _CLOSE:
+        raise Failed(f"probabilities are {figures['apart']:.1e} apart")
     return [
         {
             "rows": rows,
@@ -42,7 +46,8 @@ def measure(folder: Path, rows: int, repeats: int) -> None:
     # A <bos> comes before it; no two labels have the same first token, so that each is a path of its own.
     texts = [writer.text(PROMPT_TOKENS - 1) for _ in range(rows)]
     labels = [f" {writer.text(LABEL_TOKENS)}" for _ in range(LABELS)]
-    measure_ways(folder, texts, "{{ text }}", labels, repeats)
+    keys = {"prompt_template": "{{ text }}", **label_tokens(labels)}
+    save_figures(folder, [measure_ways(folder, {"text": texts}, keys, repeats, "causal_lm")])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,8 @@
-"""Language models whose prompts all begin alike, such as with examples: ``python -m bench.prefix``.
+"""Rows that begin alike, such as with examples: ``python -m bench.prefix``.
 
-The same rows scored at the same labels by a Llama of 12.5 million random weights: what they begin with is computed
-once, as a run does it, or in every row; in turn, in one process.
+The same rows predicted by a Llama of 12.5 million random weights, as a language model, a classifier, a backbone
+with a mean, and a classifier of ten choices a row: what they begin with is computed once, as a run does it, or in
+every row; in turn, in one process.
 """
 
 from __future__ import annotations
@@ -25,10 +26,16 @@ from bench.sections import show
 from bench.table import Spread
 
 ROOT = Path(__file__).resolve().parents[1]
-AT_LEAST = 2.0
 PREFIX_TOKENS, ROW_TOKENS = 300, (30, 100)
+CHOICES, PROMPT_TOKENS, CHOICE_TOKENS = 10, 200, (5, 15)
 FIGURES = "figures.json"
-_CLOSE = 1e-4
+# What is measured, how many times as fast it must be, and how far probabilities may be apart.
+_PARTS = {
+    "language model": (2.0, 1e-4),
+    "classifier": (3.0, 1e-5),
+    "pooled_cls, mean": (3.0, 1e-5),
+    "ten choices": (3.0, 1e-5),
+}
 
 
 def compare(rows: int = 500, repeats: int = 3) -> list[dict[str, object]]:
@@ -37,22 +44,31 @@ def compare(rows: int = 500, repeats: int = 3) -> list[dict[str, object]]:
     Raises:
         Failed: the process failed, or the two ways gave other probabilities.
     """
-    figures = figures_of("bench.prefix", rows, repeats)
-    return [
-        {
-            "rows": rows,
-            "tokens that all begin with": figures["prefix"],
-            "tokens a row has besides": f"{ROW_TOKENS[0]} to {ROW_TOKENS[1]}",
-            **judged(figures, ("computed once", "in every row"), AT_LEAST),
-        }
-    ]
+    tables = []
+    every = figures_of("bench.prefix", rows, repeats)
+    for (part, (at_least, close)), figures in zip(_PARTS.items(), every, strict=True):
+        say(part)
+        if not figures["apart"] <= close:
+            raise Failed(f"{part}: probabilities are {figures['apart']:.1e} apart")
+        has_choices = part == "ten choices"
+        shortest, longest = CHOICE_TOKENS if has_choices else ROW_TOKENS
+        tables.append(
+            {
+                "member": part,
+                "rows": figures["rows"],
+                "tokens that they begin with": PROMPT_TOKENS if has_choices else figures["prefix"],
+                "tokens a row has besides": f"{shortest} to {longest}",
+                **judged(figures, ("computed once", "in every row"), at_least),
+            }
+        )
+    return tables
 
 
-def figures_of(module: str, rows: int, repeats: int) -> dict[str, Any]:
-    """Let a process measure a module's two ways.
+def figures_of(module: str, rows: int, repeats: int) -> list[dict[str, Any]]:
+    """Let a process measure a module's two ways, of one member or of several.
 
     Raises:
-        Failed: the process failed, or the two ways gave other probabilities.
+        Failed: the process failed.
     """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory(prefix="ensemble prefix ") as folder:
@@ -66,9 +82,7 @@ def figures_of(module: str, rows: int, repeats: int) -> dict[str, Any]:
         )
         if done.returncode:
             raise Failed(f"ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
-        figures: dict[str, Any] = json.loads((Path(folder) / FIGURES).read_text(encoding="utf-8"))
-    if not figures["apart"] <= _CLOSE:
-        raise Failed(f"probabilities are {figures['apart']:.1e} apart")
+        figures: list[dict[str, Any]] = json.loads((Path(folder) / FIGURES).read_text(encoding="utf-8"))
     return figures
 
 
@@ -91,8 +105,11 @@ def judged(figures: Mapping[str, Any], ways: tuple[str, str], at_least: float) -
 
 
 def measure(folder: Path, rows: int, repeats: int) -> None:
-    """Measure prompts that begin alike, and leave the figures in the folder."""
+    """Measure rows that begin alike, and leave the figures in the folder."""
     import numpy as np
+    import torch
+    import transformers
+    from safetensors.torch import save_file
 
     from bench.tokenizer import made_up_words
 
@@ -101,8 +118,44 @@ def measure(folder: Path, rows: int, repeats: int) -> None:
     examples = writer.text(PREFIX_TOKENS - 1)
     texts = [writer.text(int(tokens)) for tokens in np.linspace(*ROW_TOKENS, rows)]
     np.random.default_rng(0).shuffle(texts)
-    labels = [f" {word}" for word in made_up_words()[:3]]
-    measure_ways(folder, texts, f"{examples} {{{{ text }}}}", labels, repeats)
+    texts_of_labels = [f" {word}" for word in made_up_words()[:3]]
+    prompt = {"prompt_template": f"{examples} {{{{ text }}}}"}
+    figures = [
+        measure_ways(folder, {"text": texts}, prompt | label_tokens(texts_of_labels), repeats, "causal_lm")
+    ]
+    lm, classifier = folder / "llama", transformers.AutoModelForSequenceClassification
+    for name, labels in (("classifier", 3), ("scorer", 1)):
+        torch.manual_seed(1)
+        config = transformers.AutoConfig.from_pretrained(lm, num_labels=labels)
+        classifier.from_config(config).save_pretrained(folder / name)
+        transformers.AutoTokenizer.from_pretrained(lm).save_pretrained(folder / name)
+    seq_cls = {**prompt, "model_name_or_path": str(folder / "classifier")}
+    figures.append(measure_ways(folder, {"text": texts}, seq_cls, repeats, "seq_cls"))
+    save_file({"weight": 0.04 * torch.randn(3, DECODER["hidden_size"])}, folder / "head.safetensors")
+    pooled = {**prompt, "head": folder / "head.safetensors", "pooling_mode": "mean"}
+    figures.append(measure_ways(folder, {"text": texts}, pooled, repeats, "pooled_cls"))
+    lengths = np.random.default_rng(1).integers(*CHOICE_TOKENS, (max(2, rows // 5), CHOICES), endpoint=True)
+    columns = {
+        "text": [writer.text(PROMPT_TOKENS - 1) for _ in lengths],
+        "choices": [json.dumps([writer.text(int(tokens)) for tokens in of_row]) for of_row in lengths],
+    }
+    choices = {
+        "prompt_template": "{{ text }} {{ choices }}",
+        "choices": "choices",
+        "model_name_or_path": str(folder / "scorer"),
+    }
+    figures.append(measure_ways(folder, columns, choices, repeats, "seq_cls"))
+    save_figures(folder, figures)
+
+
+def save_figures(folder: Path, figures: Sequence[Mapping[str, Any]]) -> None:
+    """Leave the figures where ``figures_of`` reads them."""
+    (folder / FIGURES).write_text(json.dumps(figures), encoding="utf-8")
+
+
+def label_tokens(texts: Sequence[str]) -> dict[str, Any]:
+    """The key of a language model with labels of these texts."""
+    return {"label_tokens": {f"label{number}": text for number, text in enumerate(texts)}}
 
 
 def make_model(folder: Path, layers: int = DECODER["num_hidden_layers"]) -> Writer:
@@ -126,38 +179,56 @@ def make_model(folder: Path, layers: int = DECODER["num_hidden_layers"]) -> Writ
 
 
 def measure_ways(
-    folder: Path, texts: Sequence[str], template: str, label_texts: Sequence[str], repeats: int
-) -> None:
-    """Let the folder's model score rows as a run does, and with every prompt as a whole; leave the figures."""
+    folder: Path,
+    columns: Mapping[str, Sequence[str]],
+    keys: Mapping[str, Any],
+    repeats: int,
+    task_type: str,
+) -> dict[str, Any]:
+    """Let a member of these keys predict rows as a run does, and each as a whole.
+
+    Returns:
+        seconds of both ways in each round, how far probabilities are apart, rows, and tokens that a row did not
+        compute.
+    """
     import numpy as np
     import pyarrow as pa
 
     from ensemble.common.protocol import CommonSpec
     from ensemble.data.published_table import PublishedTable
     from ensemble.members.base import Assigned, OutputColumns
-    from ensemble.members.causal_lm.parent import CausalLanguageModel, CausalSettings
-    from ensemble.members.causal_lm.predictor import CausalMember, CausalSpec
+    from ensemble.members.causal_lm.predictor import CausalMember
+    from ensemble.members.pooled_cls.predictor import PooledMember
+    from ensemble.members.registry import KINDS
+    from ensemble.members.seq_cls.predictor import SequenceClassifier
 
-    class Whole(CausalMember):
+    member_class: Any = {
+        "causal_lm": CausalMember,
+        "seq_cls": SequenceClassifier,
+        "pooled_cls": PooledMember,
+    }[task_type]
+
+    class Whole(member_class):  # type: ignore[misc]
         def _take_shortcuts(self, tolerance: float) -> None:
-            """Not those that this kind adds."""
+            """Not those that keep keys and values."""
 
-    rows = len(texts)
-    table = pa.table({"text": list(texts)}).replace_schema_metadata({"ensemble.rows": str(rows)})
+    rows = len(columns["text"])
+    table = pa.table({name: list(cells) for name, cells in columns.items()})
+    table = table.replace_schema_metadata({"ensemble.rows": str(rows)})
     with pa.ipc.new_file(folder / "table.arrow", table.schema) as file:
         file.write_table(table)
-    labels = tuple(f"label{number}" for number in range(len(label_texts)))
-    settings = CausalSettings(
-        name="m",
-        model_name_or_path=str(folder / "llama"),
-        prompt_template=template,
-        label_tokens=dict(zip(labels, label_texts, strict=True)),
+    labels = tuple(keys.get("label_tokens", ("LABEL_0", "LABEL_1", "LABEL_2")))
+    if "choices" in keys:
+        labels = tuple(map(str, range(CHOICES)))
+    kind_class = KINDS.load(task_type)
+    kind = kind_class(
+        kind_class.Settings(**{"name": "m", "model_name_or_path": str(folder / "llama"), **keys})
     )
-    kind = CausalLanguageModel(settings)
-    worker_settings = kind.worker_settings(kind.inspect(OutputColumns("id", labels)), Assigned(gpus=0), None)
+    inspected = kind.inspect(OutputColumns("id", labels))
+    worker_settings = kind.worker_settings(inspected, Assigned(gpus=0), None)
     common = CommonSpec(
         labels=labels,
-        activation="softmax",
+        activation=inspected.activation,
         gpus=0,
         memory_limit_bytes=None,
         seed=0,
@@ -166,8 +237,9 @@ def measure_ways(
         shards_dir="",
     )
     members = []
-    for way in (CausalMember, Whole):
-        members.append(way(CausalSpec.of(common, worker_settings), PublishedTable(Path(common.table_path))))
+    for way in (member_class, Whole):
+        spec = member_class.Spec.of(common, worker_settings)
+        members.append(way(spec, PublishedTable(Path(common.table_path))))
         members[-1].load()
         members[-1].predict(np.arange(min(rows, 8)), lambda *_: None)
     seconds: list[list[float]] = [[], []]
@@ -180,8 +252,7 @@ def measure_ways(
             values.append(prediction.values)
             shared = max(shared, prediction.counters.shared_tokens)
     apart = max(float(np.abs(other - values[0]).max()) for other in values)
-    text = json.dumps({"seconds": seconds, "apart": apart, "prefix": shared // rows})
-    (folder / FIGURES).write_text(text, encoding="utf-8")
+    return {"seconds": seconds, "apart": apart, "prefix": shared // rows, "rows": rows}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -184,7 +184,7 @@ def _notes(report: RunReport, member: MemberReport) -> Iterator[str]:
         yield f"{share:.1%} of the probability behind its prompts fell on tokens of no label"
     if counters.shared_tokens and counters.tokens:
         share = counters.shared_tokens / counters.tokens
-        yield f"{share:.1%} of its tokens stand at the beginning of all rows, computed once"
+        yield f"{share:.1%} of its tokens stand at beginnings that rows share, computed once"
     # Where the policy is not ``uniform``, a member with such rows is merged only if its time was over.
     if member.failure is None and member.bad_rows:
         policy = report.on_bad_row

@@ -41,7 +41,7 @@ class Counters:
     recomputed_rows: int = 0  # came out non-finite and were computed again in float32
     float32_rows: int = 0  # computed in float32 at once, since most rows before them came out non-finite
     repeated_rows: int = 0  # had the token ids of another row of the chunk and were not computed again
-    shared_tokens: int = 0  # at the beginning of all rows, computed only once
+    shared_tokens: int = 0  # at beginnings that rows share, which are computed only once
     other_mass: float = 0.0  # of language models: the probability of tokens of no label, summed over rows
     predict_seconds: float = 0.0  # from a chunk's command until its shard is complete
     forward_seconds: float = 0.0  # the device's time in forward passes

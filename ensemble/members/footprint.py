@@ -52,16 +52,23 @@ class Weights:
 
 @dataclass(frozen=True)
 class Activation:
-    """Calculate the peak memory of a forward pass without the weights; ``fixed_bytes`` whatever the batch."""
+    """Calculate the peak memory of a forward pass without the weights.
+
+    Attributes:
+        fixed_bytes: whatever the batch.
+        bytes_per_kept_token: of keys and values of all layers, where those of a batch are kept.
+    """
 
     bytes_per_token: float
     bytes_per_token_pair: float = 0.0
     bytes_per_row: float = 0.0
     fixed_bytes: int = 0
+    bytes_per_kept_token: float = 0.0
 
     def per_token(self, width: int) -> float:
         """Return the bytes of a padded token in rows ``width`` tokens wide."""
-        return self.bytes_per_token + self.bytes_per_token_pair * width + self.bytes_per_row / width
+        bytes_per_token = self.bytes_per_token + self.bytes_per_kept_token
+        return bytes_per_token + self.bytes_per_token_pair * width + self.bytes_per_row / width
 
     def bytes(self, padded_tokens: int, width: int) -> int:
         """Return the bytes for a batch of ``padded_tokens``, with rows ``width`` tokens wide."""

@@ -191,15 +191,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
         if self.settings.choices is None:
             texts = self.settings.label_tokens.values()
             positions = max(map(len, ids.values())) if ids else max(len(text.encode()) for text in texts)
-        memory = checkpoint_memory(self.settings, inspected, lengths, labels, vocabulary_positions=positions)
-        # Counts all text of the template, although only the text before the first column is shared.
-        text_ids = inspected.facts.text_ids[len(self.settings.label_tokens) :]
-        fixed_tokens = len(text_ids[0] if text_ids else self.settings.fixed_text.encode())
-        return replace(
-            memory,
-            shared_tokens=min(memory.max_length, fixed_tokens),
-            keeps_prompts=positions > 1 and not self.settings.torch_compile,
-        )
+        return checkpoint_memory(self.settings, inspected, lengths, labels, vocabulary_positions=positions)
 
     def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
         return {**super().fingerprint(inspected, assigned), **self.settings.model_dump(include=_KEYS)}

@@ -222,15 +222,10 @@ class CausalMember(TextMember[CausalSpec]):
     def _values(self, logits: torch.Tensor) -> npt.NDArray[np.float64]:
         return probabilities(logits[:, :-1], "softmax")
 
-    def _take_shortcuts(self, tolerance: float) -> None:
-        assert isinstance(self._classifier, LabelScorer)
-        self._classifier.try_kept(self._warmup, tolerance)
-
     def _more_counters(self, logits: torch.Tensor) -> Counters:
-        assert isinstance(self._classifier, LabelScorer)
         others = logits[:, -1:].double().exp()
-        shared, self._classifier.shared_tokens = self._classifier.shared_tokens, 0
-        return Counters(other_mass=float(others[torch.isfinite(others)].sum()), shared_tokens=shared)
+        other_mass = float(others[torch.isfinite(others)].sum())
+        return replace(super()._more_counters(logits), other_mass=other_mass)
 
 
 class ChatPrompt(Prompt):

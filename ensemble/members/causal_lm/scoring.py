@@ -3,16 +3,14 @@
 The model's own forward pass computes the logits, with any change it makes to them, such as Gemma-2's cap.  Only the
 positions that tell a label's probability go through the head over the vocabulary: a hook cuts its input.
 
-The keys and values of tokens that all prompts begin with, such as an instruction and examples, are computed once.
-So are those of a row's prompt where labels have several tokens: their tokens run behind these keys and values.  The
-numbers equal those of whole rows but for rounding, as matrix products have other shapes.
+Where labels have several tokens, the keys and values of a row's prompt are computed once, and the labels' tokens
+run behind them.  The numbers equal those of whole rows but for rounding, as matrix products have other shapes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,20 +22,12 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from ensemble.common.torch_errors import Verdict, classify
-from ensemble.members.huggingface.scoring.classifier import Classifier, on_device, padded
+from ensemble.members.huggingface.loading.device_map import on_device
+from ensemble.members.huggingface.scoring.beginnings import Behind
+from ensemble.members.huggingface.scoring.classifier import Classifier, padded, trial_of
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import Shortcut
-from ensemble.members.huggingface.scoring.key_values import (
-    KeysAndValues,
-    LayerBehind,
-    padding_first,
-    reordered,
-)
-
-# Fewer tokens or rows are not worth a separate pass.
-_MIN_TOKENS, _MIN_ROWS = 32, 4
-_NO_TOKENS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+from ensemble.members.huggingface.scoring.key_values import cache_behind, padding_first, reordered
 
 
 def paths(label_ids: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], list[int]]]:
@@ -55,14 +45,6 @@ def paths(label_ids: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], l
         result.append((tokens, labels))
         uncovered = {label: ids for label, ids in uncovered.items() if label not in labels}
     return result
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Hold the tokens of a prefix, int64 [tokens], with the model's keys and values."""
-
-    tokens: npt.NDArray[np.int64]
-    layers: list[KeysAndValues]
 
 
 @dataclass(frozen=True)
@@ -105,14 +87,14 @@ class _Batch:
     Attributes:
         rows: their numbers in ``encoded``, int64 [rows].
         texts: of each row's labels.
-        prefix: which all of them begin with, and which is computed already; None: there is none.
+        behind: what all of them begin with, and which is computed already.
     """
 
     encoded: Encoded
     rows: npt.NDArray[np.int64]
     texts: Sequence[LabelTexts]
     with_mask: bool
-    prefix: Prefix | None
+    behind: Behind
 
 
 @dataclass(frozen=True)
@@ -128,32 +110,6 @@ class _Pass:
     places: torch.Tensor
     paths: Sequence[RowPath]
     first_token: int
-
-
-def begins_with(
-    encoded: Encoded, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
-) -> npt.NDArray[np.bool_]:
-    """Return which of these rows begin with the tokens and have more, bool [rows]."""
-    count = len(tokens)
-    ids = [encoded.inputs["input_ids"][row] for row in rows.tolist()]
-    return np.array([len(row) > count and np.array_equal(row[:count], tokens) for row in ids], dtype=bool)
-
-
-def shared_tokens(encoded: Encoded) -> npt.NDArray[np.int64]:
-    """Return the tokens that a chunk's rows begin with; none if they are too few."""
-    rows = np.flatnonzero(encoded.lengths > 0)
-    lengths = encoded.lengths[rows]
-    # Rows that were cut have the maximal length, and may have lost their beginning: they count only where there are
-    # too few others.
-    shorter = rows[lengths < lengths.max(initial=0)]
-    rows = shorter if len(shorter) >= _MIN_ROWS else rows
-    if len(rows) < _MIN_ROWS:
-        return _NO_TOKENS
-    count = int(encoded.lengths[rows].min()) - 1  # each row needs a token of its own
-    beginnings = np.stack([encoded.inputs["input_ids"][row][:count] for row in rows.tolist()])
-    differs = (beginnings != beginnings[0]).any(axis=0)
-    shared = beginnings[0][: differs.argmax() if differs.any() else count]
-    return shared if len(shared) >= _MIN_TOKENS else _NO_TOKENS
 
 
 class LabelScorer(Classifier):
@@ -172,14 +128,9 @@ class LabelScorer(Classifier):
         self._positions = positions
         self.possible -= {Shortcut.LAST_TOKEN}
         self.taken = {Shortcut.LAST_TOKEN}  # nothing else goes through the head
-        # transformers 5.24 has given the argument another name.
-        has_new_name = "cache" in inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if has_new_name else "past_key_values"
-        self._prefix: Prefix | None = None
-        self._chunk: Encoded | None = None  # the one that ``_shared`` belongs to
-        self._shared = _NO_TOKENS  # that its rows begin with
+        self.possible |= {Shortcut.SHARED_PREFIX}
+        self._stored_pad_token_id = None  # so that a row's last token is read
         self._keeps_prompts = True  # whether the chunk's rows leave room for the keys and values of a prompt
-        self.shared_tokens = 0  # tokens of rows that no pass had to compute, padding not counted
 
     def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
         """Run forward passes over rows as a batch: their prompts, and behind them the paths.
@@ -190,25 +141,18 @@ class LabelScorer(Classifier):
             float32 [batch, labels + 1]: the labels' log-probabilities, divided; and the logarithm of the
             probability of first tokens that belong to no label.
         """
-        self._find_shared(encoded)
+        if encoded is not self._chunk:
+            self._keeps_prompts = True
         texts = self._texts_of(encoded, rows)
         try:
-            with self._spread.forward_pass(), torch.inference_mode():
-                # Passes with a mask may be float32, while the prefix was computed in another type.
-                prefix = None if with_mask else self._prefix_of(encoded, rows)
+            with self._passes(encoded, rows, with_mask) as behind:
                 is_kept = Shortcut.KEPT_PROMPT in self.taken and self._keeps_prompts
                 is_kept = is_kept and any(of_row.has_several_tokens for of_row in texts)
                 compute = self._behind_prompts if is_kept else self._whole_rows
-                scores = self._finished(compute(_Batch(encoded, rows, texts, with_mask, prefix)), texts)
+                return self._finished(compute(_Batch(encoded, rows, texts, with_mask, behind)), texts)
         except torch.OutOfMemoryError:
-            if len(rows) == 1 or self._prefix is None:
-                # The prefix takes memory, too: this chunk's rows run whole.
-                self._prefix, self._shared = None, _NO_TOKENS
             self._keeps_prompts = self._keeps_prompts and len(rows) > 1
             raise
-        if prefix is not None:
-            self.shared_tokens += len(rows) * len(prefix.tokens)
-        return scores
 
     def _texts_of(self, encoded: Encoded, rows: npt.NDArray[np.int64]) -> list[LabelTexts]:
         if not isinstance(encoded, EncodedChoices):
@@ -219,73 +163,47 @@ class LabelScorer(Classifier):
 
     def _whole_rows(self, batch: _Batch) -> torch.Tensor:
         """Return the sums of labels' log-probabilities, by passes over prompts with a path behind each."""
-        scores, prefix = self._no_scores(batch), batch.prefix
-        layers = None if prefix is None else [LayerBehind([layer]) for layer in prefix.layers]
+        scores = self._no_scores(batch)
         parts = self._parts(_row_paths(batch.texts), len(batch.rows), 1)
         passes = [self._whole(batch, some) for some in parts]
         for one_pass in passes:
-            logits = self._read(one_pass, None if layers is None else Cache(layers=layers))
+            logits = self._read(one_pass, batch.behind.cache())
             self._add(scores, logits, one_pass, batch.texts)
         return scores
 
     def _behind_prompts(self, batch: _Batch) -> torch.Tensor:
         """Return what ``_whole_rows`` does, by a pass over the prompts, and passes over the paths alone."""
-        scores, prefix, texts = self._no_scores(batch), batch.prefix, batch.texts
+        scores, texts = self._no_scores(batch), batch.texts
+        earlier = [part.layers for part in batch.behind.parts]
         prompts = [RowPath(row, (), range(len(of_row.ids))) for row, of_row in enumerate(texts)]
         prompt_pass = self._whole(batch, prompts)
-        prefix_tokens = 0 if prefix is None else len(prefix.tokens)
+        prefix_tokens = batch.behind.tokens
         lengths = batch.encoded.lengths[batch.rows] - prefix_tokens
         # A pass has no more rows than the prompts' own, and so takes no more memory.
         parts = self._parts([path for path in _row_paths(texts) if path.tokens], len(batch.rows), 0)
-        behind = [self._behind(lengths, some, prefix_tokens) for some in parts]
-        if prefix is None:
-            cache = DynamicCache()
-            self._add(scores, self._read(prompt_pass, cache), prompt_pass, texts)
-            # Once for all passes; behind a prefix it is another order for each layer's joined tokens.
-            order = padding_first(lengths, int(lengths.max()), 0)
-            if order is not None:
-                order_on = functools.cache(partial(on_device, order))
-                for layer in cache.layers:
-                    layer.keys = reordered(layer.keys, order_on(layer.keys.device))
-                    layer.values = reordered(layer.values, order_on(layer.values.device))
-            kept = [(layer.keys, layer.values) for layer in cache.layers]
-        else:
-            layers = [LayerBehind([layer], keeps=True) for layer in prefix.layers]
-            self._add(scores, self._read(prompt_pass, Cache(layers=layers)), prompt_pass, texts)
-            kept = [layer.computed for layer in layers if layer.computed is not None]
+        behind = [self._behind_prompt(lengths, some, prefix_tokens) for some in parts]
+        cache = cache_behind(earlier, keeps=True) if earlier else DynamicCache()
+        self._add(scores, self._read(prompt_pass, cache), prompt_pass, texts)
+        # Once for all passes; behind a prefix it is another order for each layer's joined tokens.
+        order = None if earlier else padding_first(lengths, int(lengths.max()), 0)
+        if order is not None:
+            order_on = functools.cache(partial(on_device, order))
+            for layer in cache.layers:
+                layer.keys = reordered(layer.keys, order_on(layer.keys.device))
+                layer.values = reordered(layer.values, order_on(layer.values.device))
+        kept = [(layer.keys, layer.values) for layer in cache.layers]
         for one_pass, order in behind:
-            cache = Cache(layers=self._layers(kept, one_pass.paths, order, prefix))
+            rows = np.array([path.row for path in one_pass.paths], dtype=np.int64)
+            is_whole_batch = np.array_equal(rows, np.arange(len(batch.rows)))
+            cache = cache_behind([*earlier, kept], None if is_whole_batch else rows, order)
             self._add(scores, self._read(one_pass, cache), one_pass, texts)
         return scores
 
-    def _layers(
-        self,
-        kept: Sequence[KeysAndValues],
-        some: Sequence[RowPath],
-        order: npt.NDArray[np.int64] | None,
-        prefix: Prefix | None,
-    ) -> list[LayerBehind]:
-        """Return the layers of a cache with the prefix, and the prompt of each path's row behind it."""
-        path_rows = np.array([path.row for path in some], dtype=np.int64)
-        is_whole_batch = np.array_equal(path_rows, np.arange(len(kept[0][0])))
-        # Of a model on several GPUs, each has its own copy.
-        rows_on = functools.cache(lambda device: None if is_whole_batch else on_device(path_rows, device))
-        order_on = functools.cache(lambda device: None if order is None else on_device(order, device))
-        layers = []
-        for index, prompts in enumerate(kept):
-            device = prompts[0].device
-            earlier = [prompts] if prefix is None else [prefix.layers[index], prompts]
-            layers.append(LayerBehind(earlier, rows_on(device), order_on(device)))
-        return layers
-
     def _read(self, one_pass: _Pass, cache: Cache | None) -> torch.Tensor:
         """Return the vocabulary's logits at a pass's places, float32 [paths, k, vocabulary]."""
-        options = {} if cache is None else {self._cache_argument: cache}
         head = self._model.get_output_embeddings()
         with head_at(head, one_pass.places):
-            logits: torch.Tensor = self._model(
-                **one_pass.inputs, **options, use_cache=cache is not None
-            ).logits
+            logits: torch.Tensor = self._model(**one_pass.inputs, **self._cached(cache)).logits
         return logits.float()
 
     def _no_scores(self, batch: _Batch) -> torch.Tensor:
@@ -337,98 +255,39 @@ class LabelScorer(Classifier):
             others = torch.log1p(-mass.clamp(max=1 - 1e-7))
             scores[on_device(np.array(batch_rows, dtype=np.int64), device), -1] = others
 
-    def skipped_tokens(self, encoded: Encoded) -> npt.NDArray[np.int64]:
-        self._find_shared(encoded)
-        if not len(self._shared):
-            return super().skipped_tokens(encoded)
-        rows = np.arange(len(encoded.lengths))
-        return np.where(begins_with(encoded, rows, self._shared), len(self._shared), 0)
-
-    def forget(self) -> None:
-        self._prefix = self._chunk = None
-
     def try_kept(self, encoded: Encoded, tolerance: float) -> None:
-        """Take the shortcuts that keep keys and values, of a shared prefix and of prompts, if numbers stay."""
-        ids = np.resize(np.concatenate(encoded.inputs["input_ids"]), 2 * _MIN_TOKENS)
-        # Different ends, of different lengths.
-        rows = [np.concatenate([ids[:_MIN_TOKENS], ids[start:]]) for start in (33, 40, 50, 60)]
-        trial = Encoded({"input_ids": rows}, np.array([len(row) for row in rows]), truncated_rows=0)
-        expected = self._trial_scores(trial)
-        self._try(Shortcut.SHARED_PREFIX, trial, expected, tolerance)
+        several = [Shortcut.KEPT_PROMPT] if self._texts.has_several_tokens else []
+        self._try([Shortcut.SHARED_PREFIX, *several], trial_of(encoded, None), tolerance)
+
+    def _trial_logits(self, trial: Encoded) -> torch.Tensor:
+        logits = [super()._trial_logits(trial)]
         if self._texts.has_several_tokens:
-            self._try(Shortcut.KEPT_PROMPT, trial, expected, tolerance)
-        self.forget()
-        self.shared_tokens = 0
-
-    def _trial_scores(self, trial: Encoded) -> torch.Tensor:
-        """Return the scores of texts, with what is kept of their prefix and without, float64 on the host."""
-        batch = np.arange(len(trial.lengths))
-        # A pass with a mask shares no prefix.
-        masks = (False, True) if self._texts.has_several_tokens else (False,)
-        scores = [self.logits(trial, batch, with_mask) for with_mask in masks]
-        return torch.cat(scores).cpu().double()
-
-    def _try(self, shortcut: Shortcut, trial: Encoded, expected: torch.Tensor, tolerance: float) -> None:
-        self.taken.add(shortcut)
-        self._chunk = None
-        is_same = False
-        try:
-            difference = (self._trial_scores(trial) - expected).abs().max()
-            is_close = bool(difference <= tolerance * max(1.0, float(expected.abs().max())))
-            is_same = is_close and (shortcut is not Shortcut.SHARED_PREFIX or self._prefix is not None)
-        except Exception as error:  # a model whose layers keep other states than keys and values
-            if classify(error) is Verdict.SUSPECT:
-                raise
-        if not is_same:
-            self.taken.discard(shortcut)
-
-    def _find_shared(self, encoded: Encoded) -> None:
-        """Find the tokens that a chunk's rows begin with, once; none if prefixes are not shared."""
-        if encoded is not self._chunk:
-            self._chunk = encoded
-            self._keeps_prompts = True
-            self._shared = shared_tokens(encoded) if Shortcut.SHARED_PREFIX in self.taken else _NO_TOKENS
-
-    def _prefix_of(self, encoded: Encoded, rows: npt.NDArray[np.int64]) -> Prefix | None:
-        """Return the chunk's prefix, after computing it if needed; None if it has none, or these rows differ."""
-        if not len(self._shared) or not begins_with(encoded, rows, self._shared).all():
-            return None
-        if self._prefix is None or not np.array_equal(self._prefix.tokens, self._shared):
-            self._prefix = None
-            cache = DynamicCache()
-            inputs = on_device(self._shared[None], self._device)
-            first_position = on_device(np.zeros((1, 1), dtype=np.int64), self.last_device)
-            with head_at(self._model.get_output_embeddings(), first_position):
-                self._model(input_ids=inputs, use_cache=True, **{self._cache_argument: cache})
-            self._prefix = Prefix(self._shared, [(layer.keys, layer.values) for layer in cache.layers])
-        return self._prefix
+            # A pass with a mask shares no prefix.
+            logits.append(self.logits(trial, np.arange(len(trial.lengths)), with_mask=True).cpu().double())
+        return torch.cat(logits)
 
     def _whole(self, batch: _Batch, some: Sequence[RowPath]) -> _Pass:
         """Return a pass over the prompts of paths with their tokens, which reads from the prompt's last token on.
 
         Neither inputs nor places include the prefix; only the attention mask does.
         """
-        skipped = 0 if batch.prefix is None else len(batch.prefix.tokens)
+        skipped = batch.behind.tokens
         path_rows = batch.rows[[path.row for path in some]]
         ids = batch.encoded.inputs["input_ids"]
         arrays = self._padded(
             [
-                np.concatenate([ids[row][skipped:], np.array(path.tokens, dtype=np.int64)])
+                np.concatenate([ids[row], np.array(path.tokens, dtype=np.int64)])
                 for row, path in zip(path_rows.tolist(), some, strict=True)
             ]
         )
-        if Shortcut.NO_MASK in self.taken and not batch.with_mask:
-            del arrays["attention_mask"]
-        elif skipped:
-            seen = np.ones((len(some), skipped), dtype=np.int64)
-            arrays["attention_mask"] = np.concatenate([seen, arrays["attention_mask"]], axis=1)
         tokens = max(len(path.tokens) for path in some)
         places = batch.encoded.lengths[path_rows, None] - skipped - 1 + np.arange(tokens + 1)
         # Places behind a shorter path are read for nothing.
-        places = np.minimum(places, arrays["input_ids"].shape[1] - 1)
-        return self._pass(arrays, places, some, first_token=0)
+        places = np.minimum(places, arrays["input_ids"].shape[1] - skipped - 1)
+        inputs = self._inputs(arrays, batch.with_mask, skipped)
+        return _Pass(inputs, on_device(places, self.last_device), some, first_token=0)
 
-    def _behind(
+    def _behind_prompt(
         self, lengths: npt.NDArray[np.int64], some: Sequence[RowPath], prefix_tokens: int
     ) -> tuple[_Pass, npt.NDArray[np.int64] | None]:
         """Return a pass over the tokens of paths alone, and the order of its keys and values (``padding_first``).
@@ -445,22 +304,13 @@ class LabelScorer(Classifier):
         arrays["position_ids"] = earlier[:, None] + np.arange(tokens)
         places = np.broadcast_to(np.arange(tokens), arrays["input_ids"].shape).copy()
         order = padding_first(earlier, earlier_tokens, tokens) if prefix_tokens else None
-        return self._pass(arrays, places, some, first_token=1), order
+        inputs = {name: on_device(array, self._device) for name, array in arrays.items()}
+        return _Pass(inputs, on_device(places, self.last_device), some, first_token=1), order
 
     def _padded(self, ids: list[npt.NDArray[np.int64]]) -> dict[str, npt.NDArray[np.int64]]:
         lengths = np.array([len(row) for row in ids], dtype=np.int64)
         encoded = Encoded({"input_ids": ids}, lengths, truncated_rows=0)
         return padded(encoded, np.arange(len(ids)), self._pad_token_id)
-
-    def _pass(
-        self,
-        arrays: dict[str, npt.NDArray[np.int64]],
-        places: npt.NDArray[np.int64],
-        some: Sequence[RowPath],
-        first_token: int,
-    ) -> _Pass:
-        inputs = {name: on_device(array, self._device) for name, array in arrays.items()}
-        return _Pass(inputs, on_device(places, self.last_device), some, first_token)
 
     def _parts(self, row_paths: Sequence[RowPath], rows: int, before: int) -> list[list[RowPath]]:
         """Cut paths into passes of at most ``rows`` rows, and of so many positions.

@@ -230,6 +230,12 @@ def checkpoint_memory(
     max_length = model.max_length or checkpoint.facts.max_length or DEFAULT_MAX_LENGTH
     max_length = min(max_length, checkpoint.facts.max_positions or max_length)
     adapters = model.used_adapters
+    # Counts all text of the template, although only the text before the first column is shared.
+    texts = checkpoint.facts.text_ids[len(getattr(model, "label_tokens", ())) :]
+    fixed_tokens = max(map(len, texts)) if texts else len(model.fixed_text.encode())
+    is_causal = vocabulary_positions > 0 or (architecture is not None and architecture.is_causal)
+    keeps = is_causal and not model.torch_compile
+    has_choices = getattr(model, "choices", None) is not None
     return CheckpointMemory(
         settings=model,
         lengths=lengths,
@@ -240,6 +246,8 @@ def checkpoint_memory(
         adapter_bytes=sum(map(_adapter_bytes, adapters)),
         lora=(0, 0) if model.merge_adapter else max(map(_widest_lora, adapters), default=(0, 0)),
         vocabulary_positions=vocabulary_positions,
+        shared_tokens=min(max_length, fixed_tokens) if keeps else 0,
+        keeps_prompts=keeps and (has_choices or vocabulary_positions > 1),
         head=head,
     )
 
@@ -399,7 +407,8 @@ def activation(
         lora: outputs and rank of the widest layer with unmerged LoRA; zeros: none.
         vocabulary_positions: the positions of a row that go through a head over the vocabulary; 0: another head.
         shared_tokens: the first tokens of all rows, whose keys and values are kept from batch to batch.
-        keeps_prompts: whether all layers keep the keys and values of a batch while its labels are computed.
+        keeps_prompts: whether all layers keep the keys and values of a batch while its labels or choices are
+            computed.
     """
     a, size = architecture, DTYPE_BYTES[dtype]
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
@@ -443,10 +452,11 @@ def activation(
     # The logits over a vocabulary, those in float32, and their exponentials.
     row = vocabulary_positions * a.vocabulary * (size + 4 + (4 if size == 2 else 0))
     return Activation(
-        bytes_per_token=token + (kept_by_token if keeps_prompts else 0),
+        bytes_per_token=token,
         bytes_per_token_pair=pair,
         bytes_per_row=row + 4 * buckets * a.hidden * size,
         fixed_bytes=fixed,
+        bytes_per_kept_token=kept_by_token if keeps_prompts else 0,
     )
 
 

@@ -70,7 +70,7 @@ class CheckpointSettings:
 
     Beside the weights, a batch of ``padded_tokens`` with rows of ``width`` tokens takes ``padded_tokens *
     (bytes_per_token + bytes_per_token_pair * width + bytes_per_row / width)``, and ``fixed_bytes`` whatever its
-    size; None where the plan does not know the architecture.
+    size; None where the plan does not know the architecture.  ``Activation`` explains the others.
 
     Attributes:
         auto_class: the class of transformers that loads the checkpoint.
@@ -113,6 +113,7 @@ class CheckpointSettings:
     bytes_per_token_pair: float = 0.0
     bytes_per_row: float = 0.0
     fixed_bytes: int = 0
+    bytes_per_kept_token: float = 0.0
     width: int | None
 
 

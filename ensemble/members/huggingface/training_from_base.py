@@ -39,7 +39,7 @@ _NO_OTHER_MODEL = {"command", "base_model", "num_gpus", "predict_with", "per_dev
 _OF_PREDICTION = frozenset(
     "model_name_or_path revision job_adapters job_templates merge_adapter asked batch_size token_budget "
     "device_map max_memory offload_folder expandable_segments max_split_size_mb torch_compile bytes_per_token "
-    "bytes_per_token_pair bytes_per_row fixed_bytes width".split()
+    "bytes_per_token_pair bytes_per_row fixed_bytes bytes_per_kept_token width".split()
 )
 
 

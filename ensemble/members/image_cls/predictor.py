@@ -30,8 +30,8 @@ from ensemble.common.protocol import Counters, Ready
 from ensemble.common.torch_errors import one_line
 from ensemble.data.published_table import PublishedTable
 from ensemble.data.row_files import FileCells, is_file
+from ensemble.members.huggingface.loading.device_map import on_device
 from ensemble.members.huggingface.loading.load import load_on_devices
-from ensemble.members.huggingface.scoring.classifier import on_device
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Scorer
 from ensemble.members.huggingface.scoring.member import CheckpointMember
 from ensemble.members.huggingface.scoring.passes import compile_model

@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
 
 from ensemble.common.protocol import Ready
-from ensemble.members.huggingface.loading.device_map import last_device
+from ensemble.members.huggingface.loading.device_map import last_device, on_device
 from ensemble.members.huggingface.loading.load import Loaded
-from ensemble.members.huggingface.scoring.classifier import Classifier, on_device, padded, states_at
+from ensemble.members.huggingface.scoring.classifier import Classifier, padded, states_at
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import Shortcut
 from ensemble.members.huggingface.scoring.member import TextMember
@@ -103,6 +104,7 @@ class PooledClassifier(Classifier):
         self._mode = pooling_mode
         self.possible -= {Shortcut.LAST_TOKEN}
         self.taken = {Shortcut.LAST_TOKEN}  # the head gets only pooled states
+        self._body = model
 
     def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
         with torch.inference_mode():
@@ -118,20 +120,25 @@ class PooledClassifier(Classifier):
 
     def pooled(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
         """Return what the head gets of rows as a batch, float32 [batch, width of the hidden states]."""
-        arrays = padded(encoded, rows, self._pad_token_id, self._pad_left)
+        with self._passes(encoded, rows, with_mask) as behind:
+            arrays = padded(encoded, rows, self._pad_token_id, self._pad_left)
+            mask = arrays["attention_mask"][:, behind.tokens :]
+            lengths = encoded.lengths[rows]
+            first = mask.argmax(axis=1)  # padding may be on the left
+            # Copied to the last device before the pass begins, so that no pass waits for it.
+            is_padding = on_device(mask[..., None] == 0, self.last_device)
+            place = on_device(first + self._read_places(encoded, rows) - behind.tokens, self.last_device)
+            counts = on_device(lengths, self.last_device)
+            states = self._states(arrays, with_mask, behind)
+            if self._mode != "mean":
+                return states_at(states, place).float()
+            total = states.masked_fill_(is_padding.to(states.device), 0).sum(1, dtype=torch.float32)
+            return behind.with_totals(total) / counts.to(states.device)[:, None]
+
+    def _read_places(self, encoded: Encoded, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         lengths = encoded.lengths[rows]
-        width = arrays["input_ids"].shape[1]
-        first = width - lengths if self._pad_left else np.zeros_like(lengths)
-        pooled_position = first if self._mode == "cls" else first + lengths - 1
-        # Copied to the last device before the pass begins, so that no pass waits for it.
-        mask = on_device(arrays["attention_mask"], self.last_device)
-        position = on_device(pooled_position, self.last_device)
-        counts = on_device(lengths, self.last_device)
-        inputs = self._inputs(arrays, with_mask)
-        with self._spread.forward_pass(), torch.inference_mode():
-            states: torch.Tensor = self._model(**inputs).last_hidden_state
-            if self._mode == "mean":
-                is_padding = mask.to(states.device)[..., None] == 0
-                total = states.masked_fill_(is_padding, 0).sum(1, dtype=torch.float32)
-                return total / counts.to(states.device)[:, None]
-            return states_at(states, position).float()
+        return np.zeros_like(lengths) if self._mode == "cls" else lengths - 1
+
+    def _run_beginnings(self, inputs: dict[str, torch.Tensor], cache: Cache) -> torch.Tensor:
+        states: torch.Tensor = self._model(**inputs, **self._cached(cache)).last_hidden_state
+        return states.sum(1, dtype=torch.float32)

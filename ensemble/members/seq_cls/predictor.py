@@ -48,8 +48,8 @@ class SequenceClassifier(TextMember[ClassifierSpec]):
         def report_share(rows: int, tokens: int = 0, padded_tokens: int = 0) -> bool | None:
             return report(int(rows * share), tokens, padded_tokens)
 
-        scored = self._predict(read, report_share)
         row_of = np.repeat(np.arange(len(rows)), counts)
+        scored = self._predict(read, report_share, groups=row_of)
         for choice, reason in scored.bad_rows.items():
             bad_rows.setdefault(int(row_of[choice]), reason)
         # Positions that a row does not have get the probability 0.

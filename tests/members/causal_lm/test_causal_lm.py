@@ -296,9 +296,8 @@ def test_labels_of_several_tokens_run_behind_the_keys_and_values_of_their_prompt
     assert expected.max(axis=1).std() > 0.02, "the checkpoint must tell rows apart"
     assert Shortcut.KEPT_PROMPT in made._classifier.taken
     widths: list[int] = []
-    model = made._classifier._model
-    hook = model.register_forward_pre_hook(
-        lambda _, __, inputs: widths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    hook = made._classifier._body.register_forward_hook(
+        lambda _, __, output: widths.append(output.last_hidden_state.shape[1])
     )
     predictions = predict(made, len(texts))
     hook.remove()
@@ -645,9 +644,10 @@ def test_the_plan_knows_keys_and_values_of_what_prompts_begin_with(tmp_path: Pat
 
     made = member(tmp_path, folder, texts, prompt_template=examples + " {{ text }} ")
     assert predict(made, len(texts)).counters.shared_tokens
-    prefix = made._classifier._prefix  # type: ignore[attr-defined]
+    prefix = made._classifier._prefix
+    assert prefix is not None
     held = sum(keys.nbytes + values.nbytes for keys, values in prefix.layers)
-    assert held == len(prefix.tokens) * 3 * 2 * 2 * 16 * 4, (
+    assert held == prefix.tokens.size * 3 * 2 * 2 * 16 * 4, (
         "3 layers, keys and values, 2 heads of 16, float32"
     )
     planned = fixed(examples + " {{ text }} ") - fixed("{{ text }}")

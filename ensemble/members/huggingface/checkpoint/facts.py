@@ -23,6 +23,7 @@ class Architecture:
         is_old: whether its code has only attention of its own, which takes more.
         experts: of a mixture, that compute a token; 1: it is none.
         position_buckets: half the size of DeBERTa's table of positions; 0: it is none.
+        is_causal: whether no token sees a later one, so that what rows begin with is computed once.
     """
 
     layers: int
@@ -42,6 +43,7 @@ class Architecture:
     experts: int = 1
     position_buckets: int = 0
     vocabulary: int = 0
+    is_causal: bool = False
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,15 @@ def read_architecture(
         position_buckets=is_deberta
         * _number(numbers, "position_buckets", "max_relative_positions", "max_position_embeddings"),
         vocabulary=_number(numbers, "vocab_size"),
+        is_causal=model is not None and is_causal(model),
     )
+
+
+def is_causal(model: Any) -> bool:
+    """Return whether all attention is declared causal: no token sees a later one, nor padding on the right."""
+    flags = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    is_encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    return not is_encoder_decoder and bool(flags) and all(flag is True for flag in flags)
 
 
 def _number(numbers: Mapping[str, Any], *names: str) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ensemble.members.huggingface.checkpoint.quantization_methods import BITSANDBYTES, method_of
@@ -67,6 +69,14 @@ def input_device(model: Any) -> torch.device:
 def last_device(model: Any) -> torch.device:
     """Return the device on which a forward pass ends: that of the last weights, such as the head's."""
     return _device_of(_modules_with_weights(model)[-1])
+
+
+def on_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy an array to a device; to a GPU from pinned memory, so that the host does not wait."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _modules_with_weights(model: Any) -> list[Any]:

@@ -193,6 +193,7 @@ def _memory_limit(spec: CheckpointSpec, model: Any, on_gpu: bool) -> tuple[Memor
         bytes_per_token=spec.bytes_per_token,
         bytes_per_token_pair=spec.bytes_per_token_pair,
         bytes_per_row=spec.bytes_per_row,
+        bytes_per_kept_token=spec.bytes_per_kept_token,
     )
     # A room of another worker may take half of the reserve, so that a few MiB less here change no batch.
     return memory, max(memory.available_bytes, available + reserve // 2)

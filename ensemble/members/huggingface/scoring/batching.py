@@ -23,6 +23,7 @@ class MemoryLimit:
 
     Attributes:
         skipped: tokens at the beginning of each row that are attended to, but not computed or counted.
+        bytes_per_kept_token: of keys and values of all layers, where those of a batch are kept.
     """
 
     available_bytes: int
@@ -30,12 +31,14 @@ class MemoryLimit:
     bytes_per_token_pair: float
     skipped: int = 0
     bytes_per_row: float = 0.0
+    bytes_per_kept_token: float = 0.0
 
     def cost(self, padded_tokens: int, width: int) -> float:
         """Return the bytes of a batch with this many padded tokens; no less than if no tokens were skipped."""
         full_width = width + self.skipped
         bytes_per_token = self.bytes_per_token + self.bytes_per_token_pair * full_width
-        return padded_tokens * (full_width * bytes_per_token + self.bytes_per_row) / width
+        bytes_per_row = full_width * bytes_per_token + self.bytes_per_row
+        return padded_tokens * (bytes_per_row / width + self.bytes_per_kept_token)
 
     def tokens_at(self, width: int) -> int:
         """Return how many padded tokens fit, in rows of ``width`` tokens."""

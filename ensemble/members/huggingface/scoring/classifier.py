@@ -1,20 +1,37 @@
-"""Turn batches into probabilities: the forward pass, the last token's logits, the activation."""
+"""Turn batches into probabilities: the forward pass, the last token's logits, the activation.
+
+What rows of a decoder begin with alike is computed once (``beginnings.py``).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from ensemble.common.protocol import Activation
+from ensemble.common.torch_errors import Verdict, classify
+from ensemble.members.huggingface.loading.architecture import is_causal
+from ensemble.members.huggingface.loading.device_map import on_device
+from ensemble.members.huggingface.scoring.beginnings import (
+    MIN_TOKENS,
+    Beginnings,
+    Behind,
+    Kept,
+    find_beginnings,
+    shared_tokens,
+)
 from ensemble.members.huggingface.scoring.encode import Encoded
-from ensemble.members.huggingface.scoring.forward import Scorer, Shortcut
+from ensemble.members.huggingface.scoring.forward import Integers, Scorer, Shortcut
+from ensemble.members.huggingface.scoring.key_values import cache_behind
 
 
 class Classifier(Scorer[Encoded]):
@@ -45,9 +62,6 @@ class Classifier(Scorer[Encoded]):
         if not is_generic and not is_encoder_decoder:
             forwards = [vars(base).get("forward") for base in type(model).__mro__]
             self._searches_pad_token = any("pad_token_id" in _names_in(forward) for forward in forwards)
-        # Whether all attention is declared causal: no token sees a later one, nor padding on the right.
-        flags = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
-        is_causal = not is_encoder_decoder and bool(flags) and all(flag is True for flag in flags)
         # Padding is on the right, whatever side the tokenizer names: positions then start at 0, encoders pool their
         # first token, and causal attention does not see it. Only XLNet pools the last position.
         self._pad_left = model.config.model_type == "xlnet"
@@ -56,9 +70,14 @@ class Classifier(Scorer[Encoded]):
         body_and_score = {model.base_model_prefix, "score", "arange"}
         if self._searches_pad_token and body_and_score <= _names_in(type(model).forward):
             self.possible |= {Shortcut.LAST_TOKEN}
-        if is_causal and not self._pad_left:
-            self.possible |= {Shortcut.NO_MASK}
+        if is_causal(model) and not self._pad_left:
+            self.possible |= {Shortcut.NO_MASK, Shortcut.SHARED_PREFIX}
         self.taken = {Shortcut.LAST_TOKEN} if is_generic else set()
+        self._body = getattr(model, model.base_model_prefix, model)
+        self._prefix: Kept | None = None
+        self._chunk: Encoded | None = None  # the one that ``_beginnings`` belongs to
+        self._beginnings: Beginnings | None = None  # of its rows; None: they run whole
+        self.shared_tokens = 0  # tokens of rows that no pass had to compute, padding not counted
 
     def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
         model = self._model
@@ -68,15 +87,133 @@ class Classifier(Scorer[Encoded]):
             with self._searching(pad_token_id), self._spread.forward_pass(), torch.inference_mode():
                 logits: torch.Tensor = model(**inputs).logits
                 return logits.float()
-        arrays = padded(encoded, rows, self._pad_token_id, self._pad_left)
-        # Copied from the host: a copy between GPUs would wait for both.
-        read = on_device(self._read_positions(encoded, rows, arrays), self.last_device)
-        inputs = self._inputs(arrays, with_mask)
         # Without a pad id, since some bodies warn of one.
-        with self._searching(None), self._spread.forward_pass(), torch.inference_mode():
-            hidden = getattr(model, model.base_model_prefix)(**inputs, use_cache=False).last_hidden_state
-            last_logits: torch.Tensor = model.score(states_at(hidden, read))
+        with self._searching(None), self._passes(encoded, rows, with_mask) as behind:
+            # Copied from the host: a copy between GPUs would wait for both.
+            read = on_device(self._read_places(encoded, rows) - behind.tokens, self.last_device)
+            states = self._states(
+                padded(encoded, rows, self._pad_token_id, self._pad_left), with_mask, behind
+            )
+            last_logits: torch.Tensor = model.score(states_at(states, read))
             return last_logits.float()
+
+    @contextlib.contextmanager
+    def _passes(self, encoded: Encoded, rows: Integers, with_mask: bool) -> Iterator[Behind]:
+        """Return a context for passes over a batch, and what its rows run behind, which is computed if needed.
+
+        Where memory is too short for what is kept, too, this chunk's rows run whole from now on.
+        """
+        beginnings = self._find(encoded)
+        try:
+            with self._spread.forward_pass(), torch.inference_mode():
+                behind = Behind()
+                # Passes with a mask may be float32, while beginnings were computed in another type.
+                if beginnings is not None and not with_mask:
+                    behind = self._behind(beginnings, encoded, rows)
+                yield behind
+        except torch.OutOfMemoryError:
+            if len(rows) == 1 or (beginnings is not None and len(beginnings.shared) and self._prefix is None):
+                self._prefix = self._beginnings = None
+            raise
+        self.shared_tokens += behind.saved_tokens(len(rows))
+
+    def _find(self, encoded: Encoded) -> Beginnings | None:
+        """Find what a chunk's rows begin with, once; None if nothing is kept."""
+        if encoded is not self._chunk:
+            self._chunk, self._beginnings = encoded, None
+            if Shortcut.SHARED_PREFIX in self.taken and encoded.lengths.any():
+                every = np.arange(len(encoded.lengths))
+                self._beginnings = find_beginnings(encoded, self._read_places(encoded, every))
+        return self._beginnings
+
+    def _behind(self, beginnings: Beginnings, encoded: Encoded, rows: Integers) -> Behind:
+        """Return what the rows of a batch run behind, after computing it if needed."""
+        shared, skipped = len(beginnings.shared), beginnings.skipped[rows]
+        tokens = int(skipped.min())
+        parts: list[Kept] = []
+        if 0 < shared <= tokens:
+            if self._prefix is None or not np.array_equal(self._prefix.tokens[0], beginnings.shared):
+                self._prefix = None  # before another one takes memory
+                self._prefix = self._keep(beginnings.shared[None], ())
+            parts = [self._prefix]
+        if encoded.groups is None or tokens == shared or (skipped != tokens).any():
+            return Behind(parts)
+        _, first, groups = np.unique(encoded.groups[rows], return_index=True, return_inverse=True)
+        ids = [encoded.inputs["input_ids"][row][shared:tokens] for row in rows[first].tolist()]
+        return Behind([*parts, self._keep(np.stack(ids), parts)], groups)
+
+    def _keep(self, ids: Integers, parts: Sequence[Kept]) -> Kept:
+        """Run a pass over beginnings of one length, behind the one that they share, and keep what others need."""
+        cache = cache_behind([part.layers for part in parts], keeps=True) if parts else DynamicCache()
+        total = self._run_beginnings({"input_ids": on_device(ids, self._device)}, cache)
+        return Kept(ids, [(layer.keys, layer.values) for layer in cache.layers], total)
+
+    def _run_beginnings(self, inputs: dict[str, torch.Tensor], cache: Cache) -> torch.Tensor | None:
+        """Fill a cache by a pass, and return the ``total`` of ``Kept``."""
+        self._body(**inputs, **self._cached(cache))
+        return None
+
+    @cached_property
+    def _cache_argument(self) -> str:
+        # transformers 5.24 has given the argument another name.
+        has_new_name = "cache" in inspect.signature(self._body.forward).parameters
+        return "cache" if has_new_name else "past_key_values"
+
+    def _cached(self, cache: Cache | None) -> dict[str, Any]:
+        """Return the arguments of a pass with a cache, or without one."""
+        return {} if cache is None else {self._cache_argument: cache, "use_cache": True}
+
+    def _states(
+        self, arrays: dict[str, npt.NDArray[np.int64]], with_mask: bool, behind: Behind
+    ) -> torch.Tensor:
+        """Return the last hidden states of the tokens behind ``behind``, of the arrays of ``padded``."""
+        inputs = self._inputs(arrays, with_mask, behind.tokens)
+        states: torch.Tensor = self._body(**inputs, **self._cached(behind.cache())).last_hidden_state
+        return states
+
+    def skipped_tokens(self, encoded: Encoded) -> tuple[Integers, Integers]:
+        beginnings = self._find(encoded)
+        if beginnings is None:
+            return super().skipped_tokens(encoded)
+        return beginnings.skipped, beginnings.widths
+
+    def may_skip(self, encoded: Encoded, rows: Integers) -> bool:
+        if Shortcut.SHARED_PREFIX not in self.taken:
+            return False
+        places = self._read_places(encoded, np.arange(len(encoded.lengths)))
+        return len(shared_tokens(encoded, rows, places)) > 0
+
+    def forget(self) -> None:
+        self._prefix = self._chunk = None
+
+    def try_kept(self, encoded: Encoded, tolerance: float) -> None:
+        """Take the shortcuts that keep keys and values, if numbers stay."""
+        can_skip = Shortcut.SHARED_PREFIX in self.possible and Shortcut.LAST_TOKEN in self.taken
+        if can_skip and [*encoded.inputs] == ["input_ids"]:  # what is kept has no segments
+            self._try([Shortcut.SHARED_PREFIX], trial_of(encoded, np.array([0, 0, 1, 1])), tolerance)
+
+    def _try(self, shortcuts: Sequence[Shortcut], trial: Encoded, tolerance: float) -> None:
+        expected = self._trial_logits(trial)
+        for shortcut in shortcuts:
+            self.taken.add(shortcut)
+            self.forget()
+            is_same = False
+            try:
+                difference = (self._trial_logits(trial) - expected).abs().max()
+                is_same = bool(difference <= tolerance * max(1.0, float(expected.abs().max())))
+                if shortcut is Shortcut.SHARED_PREFIX:
+                    is_same = is_same and self.shared_tokens > 0
+            except Exception as error:  # a model whose layers keep other states than keys and values
+                if classify(error) is Verdict.SUSPECT:
+                    raise
+            if not is_same:
+                self.taken.discard(shortcut)
+        self.forget()
+        self.shared_tokens = 0
+
+    def _trial_logits(self, trial: Encoded) -> torch.Tensor:
+        """Return the logits of texts, with what is kept of their beginnings and without, float64 on the host."""
+        return self.logits(trial, np.arange(len(trial.lengths))).cpu().double()
 
     def _searching(self, pad_token_id: int | None) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a forward pass of the model's own looks for this pad id."""
@@ -86,18 +223,16 @@ class Classifier(Scorer[Encoded]):
             else contextlib.nullcontext()
         )
 
-    def _read_positions(
-        self, encoded: Encoded, rows: npt.NDArray[np.int64], arrays: dict[str, npt.NDArray[np.int64]]
-    ) -> npt.NDArray[np.int64]:
-        """Return the place of the token that the head reads, int64 [rows], in a batch padded on the right.
+    def _read_places(self, encoded: Encoded, rows: Integers) -> Integers:
+        """Return the place of the token that the head reads in each row, int64 [rows].
 
         It is 0 where a row has nothing but pad tokens, as in transformers.
         """
-        if self._stored_pad_token_id is None:
-            return encoded.lengths[rows] - 1
-        is_read = (arrays["input_ids"] != self._stored_pad_token_id) & (arrays["attention_mask"] == 1)
-        places: npt.NDArray[np.int64] = (is_read * np.arange(is_read.shape[1])).max(axis=1)
-        return places
+        stored = self._stored_pad_token_id
+        if stored is None:
+            return np.asarray(encoded.lengths[rows] - 1)
+        ids = (encoded.inputs["input_ids"][row] for row in rows.tolist())
+        return np.array([np.flatnonzero(row != stored).max(initial=0) for row in ids], dtype=np.int64)
 
     def for_own_head(
         self, encoded: Encoded, rows: npt.NDArray[np.int64]
@@ -116,11 +251,16 @@ class Classifier(Scorer[Encoded]):
             pad_token_id = unused_token(encoded, rows, self._vocabulary)
         return padded(encoded, rows, pad_token_id, self._pad_left), pad_token_id
 
-    def _inputs(self, arrays: dict[str, npt.NDArray[np.int64]], with_mask: bool) -> dict[str, torch.Tensor]:
-        """Return a batch on the device where a pass begins; ``arrays`` are those of ``padded``."""
+    def _inputs(
+        self, arrays: dict[str, npt.NDArray[np.int64]], with_mask: bool, skipped: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Return a batch of ``padded`` on the device where a pass begins, without the tokens that it skips.
+
+        Only the mask has these, too.
+        """
         needs_mask = with_mask or Shortcut.NO_MASK not in self.taken
         return {
-            name: on_device(array, self._device)
+            name: on_device(array if name == "attention_mask" else array[:, skipped:], self._device)
             for name, array in arrays.items()
             if needs_mask or name != "attention_mask"
         }
@@ -168,14 +308,6 @@ def searching(config: Any, pad_token_id: int | None) -> Iterator[None]:
             part.pad_token_id = before
 
 
-def on_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy an array to a device; to a GPU from pinned memory, so that the host does not wait."""
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def probabilities(logits: torch.Tensor, activation: Activation) -> npt.NDArray[np.float64]:
     """Return the logits after the activation, in float64, so that rows sum to 1 as closely as scikit-learn asks."""
     values = logits.cpu().double()
@@ -194,3 +326,13 @@ def _names_in(function: object) -> set[str]:
 def states_at(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return the state of one token of each row, [rows, numbers], of [rows, tokens, numbers]."""
     return states[torch.arange(len(states), device=states.device), positions.to(states.device)]
+
+
+def trial_of(encoded: Encoded, groups: Integers | None) -> Encoded:
+    """Return four rows of a text's tokens that begin alike, of which each two begin alike for some tokens more."""
+    ids = np.resize(np.concatenate(encoded.inputs["input_ids"]), 2 * MIN_TOKENS)
+    # Different ends, of different lengths.
+    ends = [(7, 50), (7, 54), (21, 57), (21, 60)]
+    rows = [np.concatenate([ids[:MIN_TOKENS], ids[own : own + 36], ids[end:]]) for own, end in ends]
+    lengths = np.array([len(row) for row in rows])
+    return Encoded({"input_ids": rows}, lengths, truncated_rows=0, groups=groups)

@@ -31,6 +31,8 @@ class Encoded:
         truncated_rows: rows that were cut, which lost ``cut_tokens``.
         problems: why a row has no tokens and the length 0; every other row has at least one token.
         first: the first row with the same ids as each row, int64 [rows]; None if all rows differ.
+        groups: ascending numbers, int64 [rows]; rows of a number stand for one row of the table, and may begin
+            alike. None: each stands for a row of its own.
     """
 
     inputs: dict[str, list[npt.NDArray[np.int64]]]
@@ -39,6 +41,7 @@ class Encoded:
     cut_tokens: int = 0
     problems: dict[int, str] = field(default_factory=dict)
     first: npt.NDArray[np.int64] | None = None
+    groups: npt.NDArray[np.int64] | None = None
 
 
 class Prompt:

@@ -61,7 +61,9 @@ class Shortcut(Enum):
 
     LAST_TOKEN = "body and head run separately, the head only on each row's last token"
     NO_MASK = "batches have no attention mask, as no token sees the padding behind it"
-    SHARED_PREFIX = "tokens that all rows begin with are computed once, if the kind of member supports this"
+    SHARED_PREFIX = (
+        "tokens that rows begin with are computed once, and the rest runs behind their keys and values"
+    )
     KEPT_PROMPT = "labels run behind the keys and values of their prompt, if the kind of member supports this"
 
 
@@ -84,9 +86,17 @@ class Scorer(ABC, Generic[E]):
         self.possible: frozenset[Shortcut] = frozenset()
         self.taken: set[Shortcut] = set()
 
-    def skipped_tokens(self, encoded: E) -> Integers:
-        """Return how many of each row's first tokens a pass without a mask can skip, [rows]."""
-        return np.zeros_like(encoded.lengths)
+    def skipped_tokens(self, encoded: E) -> tuple[Integers, Integers]:
+        """Return how many of each row's first tokens a pass without a mask can skip, and what is left of it.
+
+        Returns:
+            int64 [rows] both; the second are the tokens that the row adds to a batch.
+        """
+        return np.zeros_like(encoded.lengths), encoded.lengths
+
+    def may_skip(self, encoded: E, rows: Integers) -> bool:
+        """Return whether these rows could skip tokens if a chunk had no others."""
+        return False
 
     def forget(self) -> None:
         """Drop what was computed with other weights than the model has now."""
@@ -166,18 +176,22 @@ class BatchSizes:
             halves.memory = replace(self.memory, available_bytes=max(1, self.memory.available_bytes // 2))
         return halves
 
-    def cut(self, lengths: Integers, rows: Integers, skipped: Integers) -> deque[Integers]:
-        """Cut rows into batches of rows that skip equally many tokens; batches that skip the fewest come first."""
+    def cut(self, widths: Integers, rows: Integers, skipped: Integers) -> deque[Integers]:
+        """Cut rows into batches of rows that skip equally many tokens; batches that skip the fewest come first.
+
+        Args:
+            widths: the tokens that each row adds to a batch, int64 [rows].
+        """
         budget = self.token_budget
         if self.stages > 1:
             # Make enough batches to keep all GPUs of a spread model busy.
-            share = int(lengths[rows].sum()) // (BATCHES_PER_STAGE * self.stages)
+            share = int(widths[rows].sum()) // (BATCHES_PER_STAGE * self.stages)
             budget = max(min(MIN_STAGE_TOKENS, budget), min(budget, share))
         batches: deque[Integers] = deque()
         for tokens in np.unique(skipped[rows]).tolist():
             group = rows[skipped[rows] == tokens]
             limit = None if self.memory is None else replace(self.memory, skipped=tokens)
-            cut = make_batches(lengths[group] - tokens, budget, self.batch_size, self.equal_lengths, limit)
+            cut = make_batches(widths[group], budget, self.batch_size, self.equal_lengths, limit)
             batches += [group[batch] for batch in cut]
         return batches
 
@@ -266,8 +280,10 @@ def _run(
     began = time.perf_counter()
     lengths = encoded.lengths
     # Passes with a mask compute all tokens.
-    skipped = np.zeros_like(lengths) if with_mask else classifier.skipped_tokens(encoded)
-    batches = sizes.cut(lengths, rows, skipped)
+    skipped, widths = np.zeros_like(lengths), lengths
+    if not with_mask:
+        skipped, widths = classifier.skipped_tokens(encoded)
+    batches = sizes.cut(widths, rows, skipped)
     done = [np.empty(0, dtype=np.int64)]
     logits: list[torch.Tensor] = []
     too_large: set[int] = set()
@@ -277,7 +293,7 @@ def _run(
     size_before = sizes.batch_size
     # A run that goes on must cut the rows that are left into the same batches. Where a pass is spread over GPUs, or
     # rows share their first tokens, batches go by all rows of the chunk.
-    can_stop = sizes.stages == 1 and Shortcut.SHARED_PREFIX not in classifier.taken
+    can_stop = sizes.stages == 1 and not skipped.any()
     while batches:
         batch = batches.popleft()
         width = int(lengths[batch].max())
@@ -314,10 +330,13 @@ def _run(
                 # A single row runs once more: with an empty cache it may fit.
                 if len(batch) == 1:
                     tried_alone.add(row)
-                tokens = int(skipped[row])
-                sizes.shrink(len(batch), padded - tokens * len(batch), width - tokens, tokens)
-            batches = sizes.cut(lengths, remaining, skipped)
-        if report(counters.rows, counters.tokens, counters.padded_tokens) is False and can_stop:
+                width = int(widths[batch].max())
+                sizes.shrink(len(batch), width * len(batch), width, int(skipped[row]))
+            batches = sizes.cut(widths, remaining, skipped)
+        is_wanted = report(counters.rows, counters.tokens, counters.padded_tokens) is not False
+        if is_wanted or not can_stop or not batches:
+            continue
+        if with_mask or not classifier.may_skip(encoded, np.concatenate(batches)):
             break
     computed_rows = np.concatenate(done)
     order = np.argsort(computed_rows)

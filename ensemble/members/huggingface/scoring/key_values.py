@@ -5,13 +5,16 @@ A layer's keys and values are [rows, heads, tokens, numbers of a head].
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ensemble.members.huggingface.loading.device_map import on_device
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
@@ -25,7 +28,7 @@ class LayerBehind(DynamicLayer):  # type: ignore[misc]  # of a library without t
         earlier: parts of tokens, each with one row, the same for all, or with the rows of a batch.
         rows: the batch's row of each row of the pass, int64 [rows]; None: they are the same rows.
         order: where each of the joined tokens is taken from, int64 [rows, tokens]; None: they stay.
-        keeps: whether ``computed`` holds the pass's own keys and values afterwards.
+        keeps: whether ``keys`` and ``values`` hold those of the pass alone afterwards.
     """
 
     def __init__(
@@ -43,7 +46,6 @@ class LayerBehind(DynamicLayer):  # type: ignore[misc]  # of a library without t
         self._length = sum(keys.shape[-2] for keys, _ in earlier)
         self.dtype, self.device = earlier[0][0].dtype, earlier[0][0].device
         self.is_initialized = True
-        self.computed: KeysAndValues | None = None
 
     def get_seq_length(self) -> int:
         return self._length
@@ -52,7 +54,7 @@ class LayerBehind(DynamicLayer):  # type: ignore[misc]  # of a library without t
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> KeysAndValues:
         if self._keeps:
-            self.computed = key_states, value_states
+            self.keys, self.values = key_states, value_states
         keys = self._joined([keys for keys, _ in self._earlier], key_states)
         return keys, self._joined([values for _, values in self._earlier], value_states)
 
@@ -64,6 +66,23 @@ class LayerBehind(DynamicLayer):  # type: ignore[misc]  # of a library without t
         if self._order is None:
             return joined
         return reordered(joined, self._order)
+
+
+def cache_behind(
+    parts: Sequence[Sequence[KeysAndValues]],
+    rows: npt.NDArray[np.int64] | None = None,
+    order: npt.NDArray[np.int64] | None = None,
+    keeps: bool = False,
+) -> Cache:
+    """Return a cache of earlier parts, each with the keys and values of all layers; the rest is as in a layer."""
+    # Of a model on several GPUs, each has its own copy.
+    rows_on = functools.cache(lambda device: None if rows is None else on_device(rows, device))
+    order_on = functools.cache(lambda device: None if order is None else on_device(order, device))
+    layers = []
+    for earlier in zip(*parts, strict=True):
+        device = earlier[0][0].device
+        layers.append(LayerBehind(earlier, rows_on(device), order_on(device), keeps))
+    return Cache(layers=layers)
 
 
 def reordered(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

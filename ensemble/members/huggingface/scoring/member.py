@@ -231,6 +231,11 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
 
     def _take_shortcuts(self, tolerance: float) -> None:
         """Let the classifier take further shortcuts if they change its numbers by no more than the tolerance."""
+        self._classifier.try_kept(self._warmup, tolerance)
+
+    def _more_counters(self, logits: torch.Tensor) -> Counters:
+        shared, self._classifier.shared_tokens = self._classifier.shared_tokens, 0
+        return Counters(shared_tokens=shared)
 
     def _notes(self) -> list[str]:
         """Return a sentence for everything else that the user should know."""
@@ -311,8 +316,13 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
         return self._predict(self._table.take(rows), report)
 
-    def _predict(self, rows: Sequence[Mapping[str, object]], report: Report) -> Prediction:
-        """Predict rows of the table, as the job reads them."""
+    def _predict(
+        self,
+        rows: Sequence[Mapping[str, object]],
+        report: Report,
+        groups: npt.NDArray[np.int64] | None = None,
+    ) -> Prediction:
+        """Predict rows of the table, as the job reads them; ``groups`` is that of ``Encoded``."""
         adapters = self._loaded.adapters
         if adapters is not None and adapters.use(self._job):
             self._classifier.forget()
@@ -320,7 +330,7 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         def step() -> None:
             report(0)
 
-        encoded = self._encode(rows, step)
+        encoded = replace(self._encode(rows, step), groups=groups)
         prediction = self._score(self._classifier, encoded, report)
         counters = replace(
             prediction.counters, truncated_rows=encoded.truncated_rows, cut_tokens=encoded.cut_tokens

@@ -117,3 +117,9 @@ def test_a_chunk_keeps_several_gpus_busy(rows: int, stages: int, batches: int) -
     lengths = np.full(rows, 512)
     sizes = BatchSizes(16_384, None, stages=stages)
     assert len(sizes.cut(lengths, np.arange(rows), np.zeros(rows, dtype=np.int64))) == batches
+
+
+def test_kept_keys_and_values_count_for_the_tokens_of_a_batch_alone() -> None:
+    """Those of the tokens that it skips are kept already."""
+    limit = MemoryLimit(10**6, 100.0, 0.0, skipped=300, bytes_per_kept_token=50.0)
+    assert limit.cost(40, 20) == 2 * (320 * 100 + 20 * 50)
