@@ -391,7 +391,7 @@ class MemberTrials:
         )
         config = derived.config
         problems: list[str] = []
-        columns = OutputColumns(config.data.id_column, config.labels, config.data.path.parent)
+        columns = OutputColumns.of(config.data, config.labels)
         inspected: dict[str, Inspection] = {}
         for loads in compile_models(config.models, config.labels):
             inspected[loads.name] = loads.kind.inspect(columns)

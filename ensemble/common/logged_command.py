@@ -11,11 +11,12 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,9 +32,15 @@ from ensemble.common.files import (
 )
 from ensemble.common.host import oom_kills
 from ensemble.common.protocol import Counters
-from ensemble.common.python_process import WORKER_MARK, die_with_parent, end_marked, python_command
+from ensemble.common.python_process import (
+    WORKER_MARK,
+    die_with_parent,
+    end_marked,
+    path_of_commands,
+    python_command,
+)
 from ensemble.common.redact import Redactor
-from ensemble.common.text import gib, shown_path
+from ensemble.common.text import gib, nearest, shown_path
 
 _POLL_SECONDS = 0.25
 _READ_BYTES = 1 << 16
@@ -210,6 +217,24 @@ class RunningCommand:
             file.seek(max(self._log_start if self._log_start <= size else 0, size - _READ_BYTES))
             return last_words(file.read().decode("utf-8", "replace"))
         return ""
+
+
+def command_problems(command: Sequence[str], placeholders: Collection[str]) -> Iterator[str]:
+    """Yield what is wrong with a user's command, as far as it shows without running it."""
+    program = command[0]
+    if shutil.which(program, path=path_of_commands()) is None:
+        problem = "is no file that may be executed" if "/" in program else "is not on the PATH"
+        yield f"the program {program} {problem}; name an installed program, or its path"
+    for name in re.findall(r"\{(\w+)\}", " ".join(command)):
+        near = nearest(name, placeholders)
+        if name not in placeholders and near is not None:
+            yield f"{{{name}}} stands for nothing; did you mean {{{near}}}?"
+
+
+def with_values(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """Return a user's command with the values of its placeholders, such as ``{out}``; other braces stay."""
+    pattern = re.compile(rf"\{{({'|'.join(values)})\}}")
+    return [pattern.sub(lambda match: values[match[1]], word) for word in command]
 
 
 def last_words(log: str) -> str:

@@ -270,6 +270,7 @@ DistinctNumbers = Annotated[
 Text = Annotated[str, _WORD, MustBe("text, and not empty")]
 Column = Annotated[str, _WORD, MustBe("the name of a column")]
 Columns = Annotated[tuple[Column, Column], MustBe("a list of two columns")]
+TableColumns = Annotated[tuple[Column, ...], MustBe("a list of columns of the table", list)]
 Marker = Annotated[str, MustBe("text")]
 Method = Annotated[str, _WORD, MustBe("the name of a merge method, such as mean")]
 TaskType = Annotated[str, _WORD, MustBe("the name of a kind of member, such as seq_cls")]
@@ -282,6 +283,7 @@ LabelPair = Annotated[tuple[Label, Label], MustBe("a list of two labels")]
 LabelMap = Annotated[dict[str, Label], MustBe("a mapping of names to labels", dict)]
 LabelTexts = Annotated[dict[str, Label], MustBe("a mapping of labels to texts", dict)]
 File = Annotated[Path, PlainValidator(_path), MustBe("the path of a file")]
+Files = Annotated[tuple[File, ...], MustBe("a list of files and folders", list)]
 Folder = Annotated[Path, PlainValidator(_path), MustBe("the path of a folder")]
 Address = Annotated[
     str,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import io
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,12 +21,14 @@ import pyarrow.csv as pa_csv
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import error_text, plural, quoted
-from ensemble.data.file_rows import FileRows, is_gzipped, open_output
+from ensemble.data.file_rows import FileRows, as_text, is_gzipped, open_output
 from ensemble.data.input_file import (
     Contents,
     Wanted,
+    cell_texts,
     check_names,
     delimiter,
+    is_json_field,
     is_text,
     joined_text,
     missing_column,
@@ -302,6 +304,20 @@ def write_csv(path: Path, header: Sequence[str], columns: Sequence[pa.Array | pa
     """
     with path.open("wb") as stream:
         _write_lines(stream, pa.Table.from_arrays(list(columns), names=list(header)), ",")
+
+
+def write_csv_batches(path: Path, header: Sequence[str], batches: Iterable[pa.RecordBatch]) -> None:
+    """Write a CSV file as ``write_csv`` does, of cells of any type but bytes; JSON is written as its text."""
+    with path.open("wb") as stream:
+        stream.write(header_line(header))
+        for batch in batches:
+            columns = [
+                pa.array([cell and as_text(cell) for cell in cells.to_pylist()], pa.large_string())
+                if is_json_field(field)
+                else cell_texts(cells)
+                for field, cells in zip(batch.schema, batch.columns, strict=True)
+            ]
+            stream.write(csv_lines([csv_cells(cells) for cells in columns]))
 
 
 def copy_csv_rows(source: Path, rows: FileRows, path: Path) -> None:

@@ -6,17 +6,19 @@ are limited. The checks of all formats are in ``table.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+
 from ensemble.common.errors import DataError
 from ensemble.common.files import PARQUET_EXTENSIONS
-from ensemble.data.csv_file import copy_csv_rows, read_csv, read_header
+from ensemble.data.csv_file import copy_csv_rows, read_csv, read_header, write_csv_batches
 from ensemble.data.file_rows import FileRows
-from ensemble.data.input_file import Contents, Wanted, delimiter, refuse_url
-from ensemble.data.jsonl import copy_jsonl_rows, read_jsonl
-from ensemble.data.parquet import copy_parquet_rows, read_parquet
+from ensemble.data.input_file import Contents, Wanted, delimiter, refuse_url, without_pandas_index
+from ensemble.data.jsonl import copy_jsonl_rows, read_jsonl, write_jsonl
+from ensemble.data.parquet import copy_parquet_rows, read_parquet, write_parquet
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Format:
         header: reads the columns' names alone; without it, ``read`` reads one row for them.
         copy_rows: writes rows of a file with all of its cells, for programs of the user; without it, there is no
             training by a command from such a file.
+        write: writes the columns of batches of a published table, for programs of the user.
     """
 
     read: Callable[[Path, Wanted], Contents]
@@ -36,16 +39,26 @@ class Format:
     gzipped: bool = False
     header: Callable[[Path], tuple[str, ...]] | None = None
     copy_rows: Callable[[Path, FileRows, Path], None] | None = None
+    write: Callable[[Path, Sequence[str], Iterable[pa.RecordBatch]], None] | None = None
 
     def __str__(self) -> str:
         return ", ".join(self.extensions) + (" (each also with .gz)" if self.gzipped else "")
 
 
-_CSV = Format(read_csv, (".csv", ".tsv"), gzipped=True, header=read_header, copy_rows=copy_csv_rows)
+_CSV = Format(
+    read_csv,
+    (".csv", ".tsv"),
+    gzipped=True,
+    header=read_header,
+    copy_rows=copy_csv_rows,
+    write=write_csv_batches,
+)
 FORMATS = (
     _CSV,
-    Format(read_parquet, PARQUET_EXTENSIONS, copy_rows=copy_parquet_rows),
-    Format(read_jsonl, (".jsonl", ".ndjson", ".json"), gzipped=True, copy_rows=copy_jsonl_rows),
+    Format(read_parquet, PARQUET_EXTENSIONS, copy_rows=copy_parquet_rows, write=write_parquet),
+    Format(
+        read_jsonl, (".jsonl", ".ndjson", ".json"), gzipped=True, copy_rows=copy_jsonl_rows, write=write_jsonl
+    ),
 )
 
 
@@ -104,6 +117,16 @@ def column_names(path: Path) -> tuple[str, ...]:
     if file_format.header is not None:
         return file_format.header(path)
     return file_format.read(path, Wanted("", None, (), 1)).names
+
+
+def columns_of_rows(path: Path, but: Collection[str]) -> tuple[str, ...]:
+    """Return the columns of a table, of JSON lines the keys of all lines, without those named in ``but``."""
+    file_format = known_format(path)
+    if file_format is not None and file_format.header is not None:
+        names = file_format.header(path)
+    else:
+        names = read_contents(path, Wanted("", None, (), None)).names
+    return tuple(name for name in without_pandas_index(names) if name not in but)
 
 
 def file_extension(path: Path) -> str:

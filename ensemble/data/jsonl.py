@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -148,6 +148,16 @@ def copy_jsonl_rows(source: Path, rows: FileRows, path: Path) -> None:
             lines[number] = line[:-1] + b", " + json.dumps(added, ensure_ascii=False).encode()[1:]
     with open_output(path, gzipped=is_gzipped(source)) as file:
         file.writelines(line + b"\n" for line in lines)
+
+
+def write_jsonl(path: Path, names: Sequence[str], batches: Iterable[pa.RecordBatch]) -> None:
+    """Write batches of these columns as JSON lines, without bytes; what JSON does not have becomes text."""
+    with path.open("w", encoding="utf-8") as stream:
+        for batch in batches:
+            json_names = [column.name for column in batch.schema if is_json_field(column)]
+            for row in batch.to_pylist():
+                parsed = {name: json.loads(row[name]) for name in json_names if row[name] is not None}
+                stream.write(json.dumps(row | parsed, default=str) + "\n")
 
 
 def _blocks(path: Path, limit: int | None) -> Iterator[list[dict[str, object]]]:

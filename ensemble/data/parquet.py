@@ -47,7 +47,7 @@ def read_parquet(path: Path, wanted: Wanted) -> Contents:
 
 
 def write_parquet(
-    path: Path, names: Sequence[str], blocks: Iterable[Sequence[pa.Array | pa.ChunkedArray]]
+    path: Path, names: Sequence[str], blocks: Iterable[Iterable[pa.Array | pa.ChunkedArray]]
 ) -> None:
     """Write a Parquet file in place, of columns in one or more blocks of rows; ids stay text, numbers numbers."""
     from pyarrow import parquet

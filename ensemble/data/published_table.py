@@ -81,6 +81,13 @@ class PublishedTable:
                 taken[position] = row_id
         return taken
 
+    def batches(self, indices: npt.NDArray[np.integer], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Yield columns of rows, whose numbers rise, as Arrow holds them, some rows at a time."""
+        fields = [self.schema.field(name) for name in columns]
+        for batch, _, rows in self._by_batch(self._checked(indices)):
+            cells = self._batches[batch].select([self._swap.get(name, name) for name in columns])
+            yield pa.RecordBatch.from_arrays(cells.take(pa.array(rows)).columns, schema=pa.schema(fields))
+
     def _checked(self, indices: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         rows = np.asarray(indices, dtype=np.int64)
         if len(rows) and (rows.min() < 0 or rows.max() >= self.rows):

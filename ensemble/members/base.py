@@ -6,13 +6,16 @@ kind does is in the kind's ``child.py``.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
-from ensemble.config import MemberConfig
+from ensemble.common.errors import DataError
+from ensemble.config import DataConfig, MemberConfig
+from ensemble.data.formats import columns_of_rows
 from ensemble.members.footprint import Capability, Footprint, MemoryEstimate
 from ensemble.members.questions import Question
 
@@ -50,6 +53,7 @@ class Reads:
 
     Attributes:
         template: a Jinja template (``prompt_template``), whose columns are read instead.
+        as_in_table: whether it reads the id's cells, too, and without ``columns`` all but the true labels.
         any_type: whether the columns may hold values of any type, not only text.
         files: the column that names files; their content counts as the content of the rows.
         row_bytes: the work of a row in bytes of text, where its cells do not tell.
@@ -59,6 +63,7 @@ class Reads:
 
     columns: tuple[str, ...] = ()
     template: str | None = None
+    as_in_table: bool = False
     any_type: bool = False
     ids: bool = False
     files: FileCells | None = None
@@ -75,7 +80,8 @@ class ResourceRequest:
         num_gpus: for each replica; 0: the CPU; None: one if the machine has a GPU, or as many as it needs.
         replicas: loaded copies that share the rows.
         batch_size, max_num_batched_tokens: rows and padded tokens of one batch; None: left to the plan.
-        chunk_rows: the most rows that a worker gets at a time; "all": those of a job; None: left to the plan.
+        chunk_rows: the most rows that a worker gets at a time, and again whole if it fails; "all": those of a job;
+            None: left to the plan.
         gpu_memory: bytes that a replica takes of each of its GPUs, including CUDA's context; "all": unknown, so the
             GPUs are not shared; None: what ``memory`` estimates, or its share where GPUs are shared.
         device_map: the number of a GPU within the lease, "cpu" or "disk" for each part; None: left to the plan.
@@ -116,11 +122,25 @@ class Assigned:
 
 @dataclass(frozen=True)
 class OutputColumns:
-    """Name the columns of every member's predictions, and the folder where relative paths in the table start."""
+    """Name the columns of every member's predictions, the table's file, and its columns of true labels."""
 
     id_column: str
     labels: tuple[str, ...]
-    table_folder: Path = Path()
+    table: Path = Path()
+    truth: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, data: DataConfig, labels: tuple[str, ...]) -> OutputColumns:
+        """Return those of a table and the config's labels."""
+        truth = data.truth_columns(labels) if data.label_column is None else (data.label_column,)
+        return cls(data.id_column, labels, data.path, truth)
+
+    def of_rows(self, columns: tuple[str, ...]) -> tuple[str, ...]:
+        """Return these columns with that of the ids; none: all of the table's but those of true labels."""
+        if not columns:
+            with contextlib.suppress(DataError):  # reading the table tells what is wrong with it
+                columns = columns_of_rows(self.table, self.truth)
+        return columns if self.id_column in columns else (self.id_column, *columns)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -87,7 +87,12 @@ class Task(ABC):
 
     What ``make_predictor`` and ``load`` read of ``CommonSpec.files`` is of the states named there: the worker
     checks them afterwards, and again before it keeps any prediction.
+
+    Attributes:
+        is_stopped: returns whether the run is stopped, during a step of minutes; a ``Report`` is a sign of life.
     """
+
+    is_stopped: Callable[[], bool] = staticmethod(lambda: False)
 
     @abstractmethod
     def load(self) -> Ready:

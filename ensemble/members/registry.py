@@ -65,6 +65,7 @@ KINDS: Registry[MemberKind[Any, Any]] = Registry(
         "image_cls": ".image_cls.parent:ImageClassification",
         "csv": ".csv.parent:CsvPredictions",
         "python": ".python.parent:PythonFunction",
+        "command": ".command.parent:Command",
     },
 )
 

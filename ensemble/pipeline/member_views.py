@@ -15,7 +15,7 @@ from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable, TableNeeds
 from ensemble.data.template import PromptTemplate, compile_template
 from ensemble.jobs.job import Job, Model, jobs_of, member_of
-from ensemble.members.base import Reads
+from ensemble.members.base import OutputColumns, Reads
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.checks import Problems
 
@@ -92,7 +92,7 @@ class MemberView:
 
 
 def member_views(
-    members: Sequence[MemberConfig], models: Sequence[Model], problems: Problems
+    members: Sequence[MemberConfig], models: Sequence[Model], outputs: OutputColumns, problems: Problems
 ) -> Iterator[MemberView]:
     """Yield what each job reads, by member; a job with a problem is left out, and the problem is collected."""
     for index, member in enumerate(members):
@@ -105,6 +105,8 @@ def member_views(
                 template_place = key if "prompt_template" in view.changes else template_place
             reads = member_kind(job.settings).reads()
             columns = reads.columns
+            if reads.as_in_table:
+                columns = outputs.of_rows(columns)
             template: PromptTemplate | None = None
             if reads.template is not None:
                 with problems.at(f"{template_place}.prompt_template"):

@@ -183,7 +183,7 @@ def changed_members(config: RunConfig, members: Collection[str], run_dir: Path) 
     compared, nor are the rows, as the run may be of a sample, nor what devices decide.
     """
     rundir, files = RunDir(run_dir), FileDigests(config.hash_weights)
-    columns = OutputColumns(config.data.id_column, config.labels, config.data.path.parent)
+    columns = OutputColumns.of(config.data, config.labels)
     by_member: dict[str, list[str]] = {}
     for member in config.models:
         if member.name not in members or member.training is not None:

@@ -259,7 +259,7 @@ def _compile_conditions(loaded: LoadedConfig, problems: Problems) -> dict[int, P
 def _inspect_members(config: RunConfig, problems: Problems) -> _Members:
     """Look at each member's views and files."""
     models = compile_models(config.models, config.labels)
-    views = tuple(member_views(config.models, models, problems))
+    views = tuple(member_views(config.models, models, _outputs(config), problems))
     columns = member_columns(views, [member.name for member in config.models])
     files = member_files(models, config.data.path.parent)
     file_states = _file_states(model.kind for model in models)  # before anything is read of the files
@@ -296,7 +296,7 @@ def _look_at_rows(
 
 
 def _outputs(config: RunConfig) -> OutputColumns:
-    return OutputColumns(config.data.id_column, config.labels, config.data.path.parent)
+    return OutputColumns.of(config.data, config.labels)
 
 
 def _read_table(

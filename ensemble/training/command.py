@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +28,10 @@ from ensemble.common.errors import (
     TimeLimitReached,
 )
 from ensemble.common.files import atomic_path, free_bytes, remove_temporary_files, write_text
-from ensemble.common.python_process import path_of_commands, python_command
+from ensemble.common.logged_command import command_problems, with_values
+from ensemble.common.python_process import python_command
 from ensemble.common.shards import file_sha256
-from ensemble.common.text import gib, listed, nearest, plural, shown_path
+from ensemble.common.text import gib, listed, plural, shown_path
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig
 from ensemble.config.schema import DEFAULT_FOLDS, PLACEHOLDERS
 from ensemble.data.trained_rows import fold_count, write_trained_rows
@@ -54,7 +54,6 @@ from ensemble.training.jobs import TrainingRun
 from ensemble.training.records import PartRecord, Seal, TrainingReport, read_record, write_record
 from ensemble.training.seal import Training, as_it_stands, consent_text, seal_training, texts_by_reason
 
-_PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 # What {fold} is for a training on all rows.
 ALL_ROWS = "-1"
 # Of a run's time limit, the part that is kept for predictions and for writing.
@@ -257,7 +256,8 @@ def check_trainings(loaded: LoadedConfig) -> None:
         if training is not None:
             from_base[key] = training
         elif model.training is not None:
-            problems += (f"{key}.command: {text}" for text in command_problems(model.training.command or ()))
+            texts = command_problems(model.training.command or (), PLACEHOLDERS)
+            problems += (f"{key}.command: {text}" for text in texts)
     ask([question for training in from_base.values() for question in training.questions()])
     for key, training in from_base.items():
         problems += training.problems(key)
@@ -285,18 +285,6 @@ def disk_of_trainings(
     for training in from_base:
         written += training.disk_bytes(len(missing_parts(loaded, training.model, splits=DEFAULT_FOLDS)))
     return written, free_bytes(TrainingDir(loaded.config.output_dir).root)
-
-
-def command_problems(command: Sequence[str]) -> Iterator[str]:
-    """Yield what is wrong with a user's command, as far as it shows without running it."""
-    program = command[0]
-    if shutil.which(program, path=path_of_commands()) is None:
-        problem = "is no file that may be executed" if "/" in program else "is not on the PATH"
-        yield f"the program {program} {problem}; name an installed program, or its path"
-    for name in re.findall(r"\{(\w+)\}", " ".join(command)):
-        near = nearest(name, PLACEHOLDERS)
-        if name not in PLACEHOLDERS and near is not None:
-            yield f"{{{name}}} stands for nothing; did you mean {{{near}}}?"
 
 
 def raise_unless_trained(report: TrainingReport) -> None:
@@ -458,8 +446,7 @@ def _users_command(files: TrainingDir, data: TrainingData, model: MemberConfig, 
         "fold": ALL_ROWS if part.fold is None else str(part.fold),
         "out": str(files.unfinished(model.name, part).absolute()),
     }
-    command = model.training.command or ()
-    return [_PLACEHOLDER.sub(lambda match: values[match[1]], text) for text in command]
+    return with_values(model.training.command or (), values)
 
 
 def made_of(config: RunConfig, model: MemberConfig) -> dict[str, str]:

@@ -31,6 +31,7 @@ from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable
 from ensemble.data.trained_rows import IN_ALL_FOLDS, TrainedRows
 from ensemble.jobs.job import compile_models
+from ensemble.members.base import OutputColumns
 from ensemble.members.huggingface.checkpoint.labels import activation_of
 from ensemble.pipeline.checks import Problems
 from ensemble.pipeline.member_views import member_columns, member_files, member_views
@@ -247,7 +248,10 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
     activation = _activation(config)
     models = compile_models(config.models, config.labels)
     trained = {model.name: model.training for model in config.trained_members}
-    views = [view for view in member_views(config.models, models, problems) if view.member in trained]
+    outputs = OutputColumns.of(data, config.labels)
+    views = [
+        view for view in member_views(config.models, models, outputs, problems) if view.member in trained
+    ]
     tables: list[LabelledTable] = []
     notes: list[str] = []
     with problems.at():

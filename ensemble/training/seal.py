@@ -183,7 +183,7 @@ def seal_training(files: TrainingDir, config: RunConfig, model: MemberConfig, pa
     question = kind.question()
     if question is not None:
         ask([question])
-    kind.inspect(OutputColumns(config.data.id_column, config.labels, config.data.path.parent))
+    kind.inspect(OutputColumns.of(config.data, config.labels))
     write_record(begun, replace(seal, files=folder_digests(unfinished)))
     files.put_in_place(model.name, part)
     return note

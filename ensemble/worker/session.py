@@ -135,6 +135,7 @@ class Session:
                 )
             # There is no table for jobs without rows.
             self.task = child.make_predictor(self._common, start.spec.settings, cast(Any, self._table))
+        self.task.is_stopped = lambda: heartbeat.is_stopped
         self._making_seconds = time.monotonic() - making_since
 
     def load(self) -> None:

@@ -154,6 +154,19 @@ def predict(frame, context):
     values = np.stack([lengths, lengths + offset(), lengths * 0 + context.state], axis=1)
     return values / values.sum(axis=1, keepdims=True)
 """
+PROGRAM = """
+import sys
+import pandas as pd
+
+numbers, rows, out = sys.argv[1:]
+with open(numbers.removeprefix("--numbers=")) as file:
+    third = float(file.read())
+frame = pd.read_csv(rows, dtype=str, keep_default_na=False)
+frame["winner_a"] = frame["text"].str.len() + 1
+frame["winner_b"], frame["tie"] = frame["winner_a"] + 1, third
+values = frame[["winner_a", "winner_b", "tie"]]
+pd.concat([frame["id"], values.div(values.sum(axis=1), axis=0)], axis=1).to_csv(out, index=False)
+"""
 ROWS = 40
 
 
@@ -179,6 +192,7 @@ def write_members_of_every_kind(project: Project) -> list[dict[str, Any]]:
     make_image_checkpoint(models / "eyes", "vit", LABELS)
     (folder / "code").mkdir()
     (folder / "code" / "mine.py").write_text(CODE)
+    (folder / "code" / "infer.py").write_text(PROGRAM)
     (folder / "code" / "helper.py").write_text("def offset():\n    return 1\n")
     (folder / "numbers.txt").write_text("3")
     swap = {"columns": ["text", "other"], "labels": ["winner_a", "winner_b"]}
@@ -218,6 +232,10 @@ def write_members_of_every_kind(project: Project) -> list[dict[str, Any]]:
             **{"name": "mine", "task_type": "python", "predict": "code/mine.py:predict", "setup": "setup"},
             **{"columns": ["text"], "kwargs": {"numbers": "numbers.txt"}, "depends_on": ["numbers.txt"]},
             "num_gpus": 0,
+        },
+        {
+            **{"name": "script", "task_type": "command", "columns": ["text"], "rows_per_call": 15},
+            "command": ["python", "code/infer.py", "--numbers=numbers.txt", "{rows}", "{out}"],
         },
         {"name": "mate", "task_type": "csv", "path": "mate.csv"},
         {

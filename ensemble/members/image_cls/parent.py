@@ -167,7 +167,7 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
             raise CheckpointError(
                 f"image_column needs Pillow, which is not installed: {how_to_install('pillow')}"
             )
-        image_folder = (model.image_folder or columns.table_folder).absolute()
+        image_folder = (model.image_folder or columns.table.parent).absolute()
         return ImageCheckpoint(**vars(checkpoint), image_folder=image_folder)
 
     def packages(self, inspected: ImageCheckpoint | None) -> Iterator[tuple[str, str]]:

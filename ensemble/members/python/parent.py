@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import decode_source
 from modulefinder import Module, ModuleFinder
 from pathlib import Path
-from typing import IO, Annotated, Any, ClassVar, Literal
+from typing import IO, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -26,26 +26,22 @@ from ensemble.common.text import did_you_mean, shown_path
 from ensemble.config import MemberConfig, ReaderConfig
 from ensemble.config.document import Problem
 from ensemble.config.values import (
-    Column,
     Count,
     Devices,
-    File,
+    Files,
     MemorySize,
-    MustBe,
     Settings,
+    TableColumns,
     Text,
     with_home,
 )
 from ensemble.members.base import Assigned, Inspection, MemberKind, OutputColumns, Reads, ResourceRequest
-from ensemble.members.huggingface.checkpoint.digests import weight_samples
+from ensemble.members.huggingface.checkpoint.digests import any_digest
 
 _PACKAGE, _BUILT_IN = 5, 6  # modulefinder's numbers
 _PREDICT_FORM = (
     "package.module:function of what is installed, or a file, as in ${CONFIG_DIR}/my_model.py:predict"
 )
-
-Columns = Annotated[tuple[Column, ...], MustBe("a list of columns of the table", list)]
-Files = Annotated[tuple[File, ...], MustBe("a list of files and folders", list)]
 
 
 class PythonSettings(ReaderConfig):
@@ -55,7 +51,7 @@ class PythonSettings(ReaderConfig):
     # package.module:function of what is installed, or a file's, such as ${CONFIG_DIR}/my_model.py:predict
     predict: Text = Field(examples=["${CONFIG_DIR}/my_model.py:predict"])
     setup: Text | None = None  # a function of the same module, called once, before the first rows
-    columns: Columns = Field(examples=[["text"]])  # columns of the table that the function gets
+    columns: TableColumns = Field(examples=[["text"]])  # columns of the table that the function gets
     kwargs: Settings = Field(default_factory=dict)  # values that the function finds in context.kwargs
     depends_on: Files = ()  # files and folders that it reads; if one changes, its predictions are computed again
     activation: Literal["softmax", "sigmoid", "none"] = "softmax"  # what the values are; none: any numbers
@@ -306,7 +302,7 @@ class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
         source = inspected.source
         digests = {"code": files.together(source.root, dict.fromkeys(source.files))}
         if self.settings.depends_on:
-            digests["files"] = digest_of([_digest(path, files) for path in self.settings.depends_on])
+            digests["files"] = digest_of([any_digest(path, files) for path in self.settings.depends_on])
         return digests
 
     def worker_settings(
@@ -323,10 +319,3 @@ class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
             "id_column": inspected.id_column,
             "batch_size": model.batch_size,
         }
-
-
-def _digest(path: Path, files: FileDigests) -> str:
-    paths = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    # Large files are sampled, unless the run asks for every byte (hash_weights).
-    samples = {file: weight_samples(file) if file.stat().st_size > 256 << 20 else None for file in paths}
-    return files.together(path if path.is_dir() else path.parent, samples)

@@ -53,6 +53,14 @@ def weights_digest(folder: Path, model_kwargs: Mapping[str, Any], runs_code: boo
     return _together(folder, weights, small, files)
 
 
+def any_digest(path: Path, files: FileDigests) -> str:
+    """Return a digest of a file of any kind, or of all files below a folder, with their names in it."""
+    paths = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    # Large files are sampled, unless the run asks for every byte (hash_weights).
+    samples = {file: weight_samples(file) if file.stat().st_size > 256 << 20 else None for file in paths}
+    return files.together(path if path.is_dir() else path.parent, samples)
+
+
 def tokenizer_digest(folder: Path | None, tokenizer_kwargs: Mapping[str, Any], files: FileDigests) -> str:
     """Return a digest of a tokenizer's files and of files that its settings name.
 

@@ -1,0 +1,70 @@
+"""Ask a Python that the user names for its version and its installed distributions."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from ensemble.common.errors import CheckpointError
+from ensemble.common.files import FileState, file_state
+from ensemble.common.packages import DISTRIBUTION
+from ensemble.common.python_process import environment_of_commands
+
+_SECONDS = 120.0
+# Any Python from 3.8 on runs this. The first distribution of a name is the one that is imported.
+_QUESTION = """
+import json, platform, sys
+sys.path = [folder for folder in sys.path if folder]
+from importlib.metadata import distributions
+found = {}
+for distribution in distributions():
+    found.setdefault(str(distribution.metadata["Name"]).lower().replace("_", "-"), distribution.version)
+print(json.dumps([platform.python_version(), found, sys.path]))
+"""
+# The answers of this process, by the program and PYTHONPATH, with the states of all folders that they depend on.
+_answers: dict[tuple[str, str | None], tuple[dict[str, FileState | None], Mapping[str, str]]] = {}
+
+
+def is_python(program: str) -> bool:
+    """Return whether a program is a Python, judged by its name."""
+    return re.fullmatch(r"python(\d+(\.\d+)?t?)?", Path(program).name) is not None
+
+
+def installed_for(program: str) -> Mapping[str, str]:
+    """Return the versions of "Python" and of each distribution that a Python would import, by name.
+
+    Raises:
+        CheckpointError: it does not run, or is too old to tell.
+    """
+    key = (program, os.environ.get("PYTHONPATH"))
+    states, versions = _answers.get(key, ({}, {}))
+    if states and all(file_state(path) == state for path, state in states.items()):
+        return versions
+    environment = {**os.environ, **environment_of_commands()}
+    try:
+        done = subprocess.run(
+            [program, "-c", _QUESTION],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_SECONDS,
+            env={name: value for name, value in environment.items() if value is not None},
+        )
+        words = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        why = f"exit code {done.returncode}" + (f": {words[-1][:200]}" if words else "")
+        if not done.returncode:
+            python, found, folders = json.loads(done.stdout.splitlines()[-1])
+            found.pop(DISTRIBUTION, None)  # which a command does not import
+            versions = {"Python": python, **found}
+            _answers[key] = {path: file_state(path) for path in (program, *folders)}, versions
+            return versions
+    except subprocess.TimeoutExpired:
+        why = f"no answer within {_SECONDS:g} s"
+    except (OSError, ValueError, IndexError) as error:
+        why = str(error)
+    raise CheckpointError(
+        f"command: {program} does not tell what is installed for it ({why}); repair this Python, or name another"
+    )

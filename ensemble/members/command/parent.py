@@ -1,0 +1,220 @@
+"""Describe a program of the user on the parent's side, which looks at its files and never runs it."""
+
+# No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import Field
+
+from ensemble.common.digests import FileDigests, digest_of
+from ensemble.common.errors import CheckpointError
+from ensemble.common.logged_command import command_problems
+from ensemble.common.python_process import environment_of_commands, path_of_commands
+from ensemble.common.text import quoted, shown_path
+from ensemble.config import MemberConfig, ReaderConfig
+from ensemble.config.document import Problem
+from ensemble.config.values import (
+    Count,
+    Devices,
+    Files,
+    LabelMap,
+    MemorySize,
+    MustBe,
+    TableColumns,
+    Text,
+    same_label_problems,
+)
+from ensemble.data.formats import known_format
+from ensemble.members.base import Assigned, Inspection, MemberKind, OutputColumns, Reads, ResourceRequest
+from ensemble.members.command.interpreter import installed_for, is_python
+from ensemble.members.huggingface.checkpoint.digests import any_digest
+
+# What the command may hold in braces.
+PLACEHOLDERS: Final = ("rows", "out", "device", "seed", "labels", "max_rows")
+
+Words = Annotated[
+    tuple[Text, ...],
+    MustBe('a list of a program and its arguments, such as [python, infer.py, "{rows}", "{out}"]', list),
+]
+
+
+class CommandSettings(ReaderConfig):
+    """A program of your own, in any environment: it reads a file of rows, and writes a file of probabilities."""
+
+    task_type: Literal["command"] = "command"
+    # A program and its arguments. {rows} is the file to read, {out} the file to write; {device} is cuda or cpu,
+    # {seed} the run's, {labels} a JSON list of the labels, {max_rows} the number of rows in {rows}.
+    command: Words = Field(examples=['[python, infer.py, "{rows}", "{out}"]'])
+    # Columns of {rows} beside the id; None: all of the table's but those of the true labels.
+    columns: TableColumns | None = None
+    format: Literal["csv", "parquet", "jsonl"] | None = None  # of {rows}; None: the table's, or else csv
+    out_format: Literal["csv", "parquet"] = "csv"  # of {out}: a row for each row, with the id and all labels
+    out_columns: LabelMap = Field(default_factory=dict)  # column of {out} -> label, where they differ
+    activation: Literal["softmax", "sigmoid", "none"] = "softmax"  # what the values are; none: any numbers
+    rows_per_call: Count | None = None  # most rows of a call, which a killed run keeps; None: all
+    # Files and folders that it reads, beside files that the command names; if one changes, it runs again.
+    files: Files = ()
+    num_gpus: Devices | None = None  # for each replica; 0: the CPU; None: one, if there is a GPU
+    # Memory of each of its GPUs, such as 8GiB; None: it has its GPUs to itself.
+    gpu_memory: MemorySize | None = None
+    replicas: Count | Literal["auto"] = 1  # calls at a time, with rows_per_call
+
+    older_keys: ClassVar[Mapping[str, str]] = {
+        "command": "cmd script run",
+        "columns": "column text_column input_columns features",
+        "out_columns": "label_map label_columns",
+        "activation": "problem_type",
+        "rows_per_call": "batch_size chunk_size rows",
+        "files": "depends_on dependencies artifacts",
+        "num_gpus": "gpus n_gpus device devices",
+        "gpu_memory": "max_memory gpu_memory_gb memory vram",
+    }
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        yield from super().broken_rules(labels)
+        for name in ("rows", "out"):
+            if f"{{{name}}}" not in " ".join(self.command):
+                yield ("command",), f"does not say {{{name}}}, which stands for a path; pass it on"
+        yield from same_label_problems("out_columns", self.out_columns, labels)
+        for label in set(self.out_columns) & set(labels) - set(self.out_columns.values()):
+            text = f"none is left for the label {quoted(label)}, as the column of that name is for another"
+            yield ("out_columns",), text
+        if self.gpu_memory is not None and self.num_gpus == 0:
+            yield ("gpu_memory",), "without num_gpus it runs on the CPU; set num_gpus: 1, or leave this out"
+        if self.replicas != 1 and self.rows_per_call is None:
+            yield ("replicas",), "one call computes all rows; set rows_per_call, or leave this out"
+
+    @property
+    def words(self) -> Iterator[tuple[str, str, bool]]:
+        """Yield how each word begins (``--key=`` or nothing), its rest, and whether that names a file to watch."""
+        for word in self.command:
+            key = "".join(re.findall(r"^--?[\w-]+=", word))
+            rest = word.removeprefix(key)
+            # os.path answers for texts of any length, too; a Python is watched by its packages.
+            yield key, rest, os.path.isfile(rest) and not is_python(rest)  # noqa: PTH113
+
+    @property
+    def watched(self) -> tuple[Path, ...]:
+        """Return the files that the command names, and ``files``."""
+        named = [Path(rest) for _, rest, is_file in self.words if is_file]
+        return tuple(dict.fromkeys([*named, *self.files]))
+
+
+@dataclass(frozen=True)
+class CommandInspection(Inspection):
+    """Add what ``{rows}`` holds, and the versions of the command's Python and its packages, if it has one."""
+
+    id_column: str
+    columns: tuple[str, ...]
+    rows_format: str
+    versions: Mapping[str, str]
+
+
+class Command(MemberKind[CommandSettings, CommandInspection]):
+    """Describe a program of the user."""
+
+    Settings: ClassVar[type[MemberConfig]] = CommandSettings
+    child: ClassVar[str] = "ensemble.members.command.child"
+    activation_key: ClassVar[str] = "activation"
+
+    def request(self) -> ResourceRequest:
+        model = self.settings
+        return ResourceRequest(
+            num_gpus=model.num_gpus,
+            replicas=model.replicas,
+            chunk_rows=model.rows_per_call or "all",
+            gpu_memory=model.gpu_memory or "all",
+        )
+
+    def reads(self) -> Reads:
+        return Reads(self.settings.columns or (), as_in_table=True, any_type=True, ids=True)
+
+    def sources(self) -> tuple[str, ...]:
+        return tuple(map(str, self.settings.watched))
+
+    def inspect(self, columns: OutputColumns) -> CommandInspection:
+        model = self.settings
+        program = shutil.which(model.command[0], path=path_of_commands())
+        problems = [f"command: {text}" for text in command_problems(model.command, PLACEHOLDERS)]
+        problems += [f"files: {path}: no such file or folder" for path in model.files if not path.exists()]
+        script = Path(model.command[1])
+        if is_python(model.command[0]) and script.suffix == ".py" and not script.exists():
+            problems.append(
+                f"command: {script}: no such file; a relative path starts at the working directory"
+            )
+        if problems or program is None:
+            raise CheckpointError(problems)
+        return CommandInspection(
+            activation=model.activation,
+            label_order=tuple(range(len(columns.labels))),
+            summary=f"runs {' '.join(self._named_words()[:3])}",
+            warnings=(),
+            id_column=columns.id_column,
+            columns=columns.of_rows(model.columns or ()),
+            rows_format=model.format or _format_of(columns.table),
+            versions=installed_for(program) if is_python(program) else {},
+        )
+
+    def warnings(self, inspected: CommandInspection) -> Iterator[str]:
+        listed_files = [path.absolute() for path in self.settings.files]
+        for _, rest, _ in self.settings.words:
+            if os.path.isdir(rest) and Path(rest).absolute() not in listed_files:  # noqa: PTH112
+                yield (
+                    f"command: a change of the files in {shown_path(Path(rest))} is not noticed; if numbers depend "
+                    "on them, list it in files"
+                )
+
+    def fingerprint(self, inspected: CommandInspection, assigned: Assigned) -> Mapping[str, object]:
+        model = self.settings
+        return {
+            "command": self._named_words(),
+            "columns": inspected.columns,
+            "format": inspected.rows_format,
+            "out_format": model.out_format,
+            "out_columns": model.out_columns,
+            "activation": model.activation,
+            **{f"{name} of its Python": version for name, version in inspected.versions.items()},
+        }
+
+    def content(self, inspected: CommandInspection, files: FileDigests) -> Mapping[str, str]:
+        """Return the digests of files by their names, those of the same name together."""
+        digests: dict[str, str] = {}
+        for path in self.settings.watched:
+            digests[path.name] = digest_of([digests.get(path.name), any_digest(path, files)])
+        return digests
+
+    def worker_settings(
+        self, inspected: CommandInspection, assigned: Assigned, offload_folder: Path | None
+    ) -> Mapping[str, Any]:
+        """Return settings in which files stand by themselves, so that other paths can take their places."""
+        model = self.settings
+        return {
+            "command": [{"key": key, "rest": rest} for key, rest, _ in model.words],
+            "columns": list(inspected.columns),
+            "rows_format": inspected.rows_format,
+            "out_format": model.out_format,
+            "out_columns": model.out_columns,
+            "id_column": inspected.id_column,
+            "environment": environment_of_commands(),
+        }
+
+    def _named_words(self) -> list[str]:
+        """Return the words of the command with the names of files alone, wherever they are."""
+        program, *words = (
+            key + (Path(rest).name if is_file else rest) for key, rest, is_file in self.settings.words
+        )
+        return ["python" if is_python(program) else program, *words]
+
+
+def _format_of(table: Path) -> str:
+    """Return the format of a table's file, or CSV if that cannot be written."""
+    others = (
+        name for name in ("parquet", "jsonl") if known_format(Path(f"rows.{name}")) is known_format(table)
+    )
+    return next(others, "csv")
