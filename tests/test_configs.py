@@ -175,7 +175,7 @@ def test_members_of_every_kind(project: Project) -> None:
         member["name"]: member for member in yaml.safe_load(path.read_text(encoding="utf-8"))["models"]
     }
     kinds = {member.get("task_type", "seq_cls") for member in members.values()}
-    assert kinds == set(KINDS.built_in)
+    assert kinds == set(KINDS.built_in) - {"endpoint"}  # which needs a server
     report = project.run_json("runs/mixed")
     scores = {name: score["log_loss"] for name, score in report["scores"].items()}
     assert scores["ensemble"] < scores["llama"] < scores["llama_mean"] < scores["tfidf"] < scores["mate"]

@@ -162,8 +162,18 @@ class RunningCommand:
         """Return whether the command itself has not ended."""
         return self._process.poll() is None
 
-    def end(self) -> None:
-        """Kill the command, and all that it has started and left running."""
+    def end(self, grace_seconds: float = 0.0) -> None:
+        """Kill the command, and all that it has started and left running.
+
+        Args:
+            grace_seconds: how long the command has to end by itself, after a SIGTERM; 0: there is none.
+        """
+        if grace_seconds:
+            self._process.send_signal(signal.SIGUSR1)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_seconds)
+        with contextlib.suppress(OSError):  # what has no mark, and is in the command's group
+            os.killpg(self._process.pid, signal.SIGKILL)
         mark = os.environ.get(WORKER_MARK)
         if mark is not None:
             end_marked(mark, spared=[os.getpid()])
@@ -274,6 +284,7 @@ def main() -> None:
         except OSError as error:
             _write(log.fileno(), f"{asked['command'][0]}: {error.strerror}\n".encode())
             os._exit(127)  # as shells have it
+        signal.signal(signal.SIGUSR1, lambda number, frame: process.terminate())
         _copy(process, log.fileno(), redact)
     code = process.wait()
     if code < 0:  # end by the same signal

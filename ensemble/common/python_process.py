@@ -70,7 +70,10 @@ def die_with_parent(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> Non
 
 
 def end_marked(mark: str, spared: Collection[int] = ()) -> None:
-    """Kill the processes with this value of ``WORKER_MARK``, in whatever session they are."""
+    """Kill the processes with this value of ``WORKER_MARK``, in whatever session they are, and groups they lead.
+
+    Processes that write over their environment, as vLLM's do for a title, are found by their group alone.
+    """
     entry = f"{WORKER_MARK}={mark}".encode()
     for _ in range(_LOOKS):
         marked = []
@@ -81,7 +84,8 @@ def end_marked(mark: str, spared: Collection[int] = ()) -> None:
         marked = [pid for pid in marked if pid not in spared]
         for pid in marked:
             with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+                kill = os.killpg if os.getpgid(pid) == pid else os.kill
+                kill(pid, signal.SIGKILL)
         if not marked:
             return
 

@@ -66,6 +66,7 @@ KINDS: Registry[MemberKind[Any, Any]] = Registry(
         "csv": ".csv.parent:CsvPredictions",
         "python": ".python.parent:PythonFunction",
         "command": ".command.parent:Command",
+        "endpoint": ".endpoint.parent:Endpoint",
     },
 )
 

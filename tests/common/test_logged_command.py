@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from ensemble.common.files import MAX_LOG_BYTES
 from ensemble.common.logged_command import CommandFailed, LoggedCommand, last_words
+from ensemble.common.python_process import end_marked
+from tests.waiting import wait_until
 
 
 def test_the_log_of_a_command_that_prints_without_end_keeps_its_last_part(tmp_path: Path) -> None:
@@ -75,3 +78,43 @@ def test_exceptions_of_ranks_are_said_once_and_other_logs_end_as_they_do() -> No
     assert last_words("") == ""
     mixed = "".join(f"{line}\n{line}\n" for line in trace.splitlines())  # of two ranks
     assert last_words(f"{mixed}{launchers}a.py FAILED\n") == "OSError: no b.csv"
+
+
+# A server one of whose processes has no mark in its environment, as those of vLLM, which write a title over it.
+SERVER = """
+import signal, subprocess, sys, time
+orderly = len(sys.argv) > 2
+child = subprocess.Popen(["/bin/sleep", "600"], env={})
+def end(number, frame):
+    child.kill()
+    open(sys.argv[1] + ".ended", "w").close()
+    sys.exit()
+signal.signal(signal.SIGTERM, end if orderly else signal.SIG_IGN)
+open(sys.argv[1], "w").write(f"{child.pid}\\n")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+def test_a_server_may_end_by_itself_and_is_killed_with_its_group_otherwise(
+    orderly: bool, tmp_path: Path
+) -> None:
+    started = tmp_path / "started"
+    command = [sys.executable, "-c", SERVER, str(started), *["orderly"] * orderly]
+    running = LoggedCommand(command, tmp_path / "out", tmp_path / "log", False, {}, {}).start()
+    wait_until(lambda: started.exists() and started.read_text().endswith("\n"), "the start of the server")
+    running.end(grace_seconds=30 if orderly else 0.2)
+    assert not running.is_alive()
+    assert Path(f"{started}.ended").exists() == orderly
+
+
+def test_what_bears_a_mark_is_ended_with_the_group_that_it_leads(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    leader = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(started)],
+        env={"ENSEMBLE_WORKER": "a mark"},
+        start_new_session=True,
+    )
+    wait_until(lambda: started.exists() and started.read_text().endswith("\n"), "the start of the server")
+    end_marked("a mark")
+    assert leader.wait() == -9

@@ -20,6 +20,7 @@ from tests.checkpoints import make_checkpoint, make_language_model, prime
 from tests.faults.chunky import chunky_config, kill_after_shards, word, write_chunky_table
 from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected, token_ids
+from tests.members.endpoint.serving import STUB
 from tests.project import LABELS, Project
 
 RESULTS = ("ensemble.csv", "predictions/m.csv")
@@ -121,6 +122,28 @@ def image_classifier(folder: Path) -> dict[str, Any]:
     return {"model_name_or_path": str(folder / "model"), "image_column": "image"}
 
 
+def endpoint(folder: Path) -> dict[str, Any]:
+    """The server is the worker's own, so that it dies with the fault."""
+    (folder / "toy").mkdir()
+    return {
+        "server": {"command": [*STUB, "--port", "{port}", str(folder / "toy")]},
+        "model": "tiny",
+        "text_column": "text",
+        "label_tokens": {"winner_a": "plants", "winner_b": "food", "tie": "animal"},
+        "top_logprobs": 5,
+        "max_concurrency": 1,
+    }
+
+
+def write_short_texts(project: Project) -> None:
+    """In chunks of 16 rows for each request at a time; the digits are the row's number."""
+    project.ids = [f"{row:03d}" for row in range(64)]
+    rows = [[name, f"row {name} of all", LABELS[row % 3]] for row, name in enumerate(project.ids)]
+    project.write_csv("test.csv", ["id", "text", "label"], rows)
+    sample = [[name, "0.3", "0.3", "0.4"] for name in project.ids]
+    project.write_csv("sample.csv", ["id", "tie", "winner_a", "winner_b"], sample)
+
+
 def write_images(project: Project) -> None:
     """Of one colour each, in chunks of 80 rows; the red is the row's number."""
     from PIL import Image
@@ -212,6 +235,15 @@ EXAMPLES: dict[str, Example] = {
         uses_torch=False,
         seeks_rows=False,
     ),
+    "endpoint": Example(
+        endpoint,
+        changed={"length_normalize": "bytes"},
+        harmless={"max_concurrency": 2, "replicas": 2},
+        ids=lambda folder, row: tuple(map(ord, f"{row:03d}")),
+        write_table=write_short_texts,
+        later=20,
+        uses_torch=False,
+    ),
 }
 
 
@@ -262,7 +294,7 @@ def examples(
 
 # The same road as causal_lm, images with a reader of their own; seq_cls is the member of most tests of faults, and
 # functions have tests of their own for these.
-_LONG = ("seq_cls", "pooled_cls", "image_cls", "python")
+_LONG = ("seq_cls", "pooled_cls", "image_cls", "python", "endpoint")
 
 
 @pytest.fixture(

@@ -5,20 +5,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import Field
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import read_json
-from ensemble.common.text import listed
 from ensemble.config import MemberConfig
-from ensemble.config.document import Problem, place
-from ensemble.config.values import Column, MustBe, Text, as_label, foreign_label
+from ensemble.config.document import Problem
+from ensemble.config.values import Column, Text
 from ensemble.members.base import Assigned, Draft, OutputColumns, Reads
-from ensemble.members.causal_lm.label_tokens import CHOICE_POSITIONS, token_problems
 from ensemble.members.footprint import MemoryEstimate
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
 from ensemble.members.huggingface.checkpoint.inspect import (
@@ -31,19 +29,11 @@ from ensemble.members.huggingface.memory import checkpoint_memory
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.settings import TextSettings
 from ensemble.members.huggingface.spec import CHILD, LANGUAGE_MODEL
-
-# Behind these a word has a space before it.
-_BEFORE_SPACE = ":;,.?!"
-_SHOWN_CHARACTERS = 30
+from ensemble.members.label_tokens import CHOICE_POSITIONS, token_problems
+from ensemble.members.prompts import LabelTokens, broken_label_tokens, space_warnings
 
 # Keys on which predictions depend, beside those of all members that read text.
 _KEYS = {"label_tokens", "length_normalize", "apply_chat_template", "system_instruction"}
-
-
-Verbalizer = Annotated[
-    str, BeforeValidator(as_label), StringConstraints(min_length=1), MustBe("text, and not empty")
-]
-LabelTokens = Annotated[dict[str, Verbalizer], MustBe("a mapping of labels to texts", dict)]
 
 
 class CausalSettings(TextSettings):
@@ -105,18 +95,7 @@ class CausalSettings(TextSettings):
                 "label_tokens or choices is required, for example label_tokens: {pos: ' good', neg: ' bad'}",
             )
             return
-        if len(labels) == 1:
-            yield ("label_tokens",), "there must be two labels or more to choose from"
-        label_by_text: dict[str, str] = {}
-        for label, text in self.label_tokens.items():
-            first = label_by_text.setdefault(text, label)
-            if labels and label not in labels:
-                yield ("label_tokens", label), foreign_label(labels)
-            elif first != label:
-                yield ("label_tokens", label), f"the same text as {place(('label_tokens', first))} has"
-        missing = [label for label in labels if label not in self.label_tokens]
-        if missing:
-            yield ("label_tokens",), f"has no text for {listed(missing)}; each label needs one"
+        yield from broken_label_tokens(self.label_tokens, labels)
 
     def _broken_choices(self, labels: Sequence[str]) -> Iterator[Problem]:
         if self.label_tokens:
@@ -175,12 +154,7 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
 
     def prompt_warnings(self, prompt: str) -> Iterator[str]:
         texts = self.settings.label_tokens.values() if self.settings.label_behind_prompt else ()
-        word = next((text for text in texts if text[:1].isalnum()), "")
-        if not word or not prompt:
-            return
-        if prompt[-1].isalnum() or prompt[-1] in _BEFORE_SPACE:
-            end = repr(prompt[-_SHOWN_CHARACTERS:] + word)
-            yield f"label_tokens: in text a space would stand before them ({end}); let them begin with it"
+        yield from space_warnings(prompt, texts)
 
     def memory(
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int

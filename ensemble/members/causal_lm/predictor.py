@@ -13,7 +13,6 @@ import torch
 
 from ensemble.common.protocol import Counters
 from ensemble.data.json_cells import parse_json_cell, replace_lone_surrogates
-from ensemble.members.causal_lm.label_tokens import CHOICE_POSITIONS, token_problems
 from ensemble.members.causal_lm.scoring import EncodedChoices, LabelScorer, LabelTexts
 from ensemble.members.huggingface.loading.load import Loaded
 from ensemble.members.huggingface.loading.tokenizer import label_ids
@@ -22,6 +21,7 @@ from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
 from ensemble.members.huggingface.scoring.member import TextMember
 from ensemble.members.huggingface.scoring.truncation import Arrays
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec, too_much_text
+from ensemble.members.label_tokens import CHOICE_POSITIONS, token_problems
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 # A placeholder for a message, which templates leave unchanged.

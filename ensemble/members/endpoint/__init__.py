@@ -1,0 +1,1 @@
+"""Provide the kind ``endpoint``: a model behind a server with OpenAI's interface."""

@@ -1,0 +1,1 @@
+"""Ask a server for the probabilities of labels, in a worker."""

@@ -1,0 +1,1 @@
+"""Tests of members behind a server."""
