@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.metrics import cohen_kappa_score
 from sklearn.naive_bayes import MultinomialNB
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoTokenizer, BitsAndBytesConfig
 
 from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
 from ensemble.members.registry import KINDS
@@ -29,14 +29,14 @@ from tests.checkpoints import (
     four_bits_tolerance,
     image_reference,
     label_reference,
-    make_adapter,
     make_language_model,
     reference,
 )
 from tests.kaggle import LABELS, lay_out
+from tests.members.endpoint.serving import STUB
 from tests.members.pooled_cls.test_pooled_cls import pooled_reference, softmax
 from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
-from tests.project import ROOT, Project, python_path
+from tests.project import ROOT, Project
 from tests.test_winners import CASES, OVERLAYS
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -46,7 +46,7 @@ def test_no_config_goes_untested() -> None:
     assert {path.name for path in (ROOT / "configs").glob("*.yaml")} == {
         *("demo.yaml", "kaggle.yaml"),
         *("csv.yaml", "python.yaml", "onnx.yaml", "mixed.yaml", "causal_lm.yaml"),
-        *("pooled.yaml", "views.yaml", "image.yaml", "lora.yaml", "vllm.yaml", "jury.yaml"),
+        *("pooled.yaml", "views.yaml", "image.yaml", "lora.yaml", "vllm_server.yaml", "jury.yaml"),
         *("train_demo.yaml", "train_command.yaml"),  # tests/training
     }
     assert {path.name for path in (ROOT / "configs" / "winners").glob("*.yaml")} == {*CASES, *OVERLAYS}
@@ -253,57 +253,38 @@ def test_a_chat_model_scored_at_label_tokens(project: Project) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft on transformers 5
-def test_a_language_model_in_vllm(project: Project, nvml_sim: NvmlSim) -> None:
-    """With a stand-in for vLLM, against plain transformers: alone, and the mean over two adapters of peft."""
-    peft = pytest.importorskip("peft")
-    folder = make_language_model(project.folder / "chat", "llama")
+def test_a_language_model_in_a_server_of_vllm(project: Project, nvml_sim: NvmlSim) -> None:
+    """With a stub for vLLM, which `make test-releases` runs itself, against plain transformers."""
+    folder = make_language_model(project.folder / "model", "llama")
     chat = "<bos>{% for one in messages %}[{{ one.role }}] {{ one.content }}<eos>{% endfor %}[assistant] "
     (folder / "chat_template.jinja").write_text(chat, encoding="utf-8")
-    adapters = [make_adapter(project.folder / f"fold{seed}", folder, 0, seed=seed, r=20) for seed in (1, 2)]
-    nvml_sim.write([Gpu(gpu_uuid(0), memory=Memory(16 * GIB))])
-    path = ROOT / "configs" / "vllm.yaml"
-    libraries = {"PYTHONPATH": python_path(ROOT, ROOT / "tests" / "stand_ins")}
-    kwargs = "models.qwen.kwargs"
-
-    def run(output_dir: str, *sets: str) -> np.ndarray:
-        options = [
-            f"--set={text}" for text in (f"{kwargs}.model={folder}", f"output_dir={output_dir}", *sets)
-        ]
-        done = project.ensemble(
-            *("run", str(path), "--set=report=false", "--limit=12", *options),
-            environment={**nvml_sim.environment(), **libraries},
-        )
-        assert done.returncode == 0, done.stderr
-        header, rows = project.read(f"{output_dir}/predictions/qwen.csv")
-        assert header == ["id", *model["kwargs"]["label_tokens"]]
-        return np.array([[float(cell) for cell in row[1:]] for row in rows])
-
+    path = ROOT / "configs" / "vllm_server.yaml"
     (model,) = yaml.safe_load(path.read_text(encoding="utf-8"))["models"]
-    letters = [*model["kwargs"]["label_tokens"].values()]
-    questions = [model["kwargs"]["prompt"].format(gloss=row[1]) for row in read_demo("test.csv")[1:13]]
+    (project.folder / "behaviour.json").write_text(json.dumps({"models": [model["model"]]}))
+    nvml_sim.write([Gpu(gpu_uuid(0), memory=Memory(16 * GIB))])
+    command = [*STUB, "--port", "{port}", str(project.folder)]
+    options = ["--set", f"models.qwen.server.command={json.dumps(command)}", "--set", "report=false"]
+    done = project.ensemble("run", str(path), *options, "--limit=12", environment=nvml_sim.environment())
+    assert done.returncode == 0, done.stderr
+
+    header, values_read = project.read("runs/vllm_server/predictions/qwen.csv")
+    assert header == ["id", *model["label_tokens"]]
+    questions = [
+        model["prompt_template"].replace("{{ gloss }}", row[1]) for row in read_demo("test.csv")[1:13]
+    ]
     prompts = [f"<bos>[user] {question}<eos>[assistant] " for question in questions]
-    expected, _ = label_reference(folder, prompts, letters, add_special_tokens=False)
-    long_enough = f"{kwargs}.engine.max_model_len=2048"
-    np.testing.assert_allclose(run("plain", long_enough), expected, atol=1e-6)
+    letters = [*model["label_tokens"].values()]
+    expected, _ = label_reference(folder, prompts, letters, max_length=2048, add_special_tokens=False)
+    np.testing.assert_allclose(
+        [[float(cell) for cell in row[1:]] for row in values_read], expected, atol=1e-5
+    )
 
-    of_adapters = []
-    for adapter in adapters:
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        adapted = peft.PeftModel.from_pretrained(base, str(adapter))
-        of_adapters.append(
-            label_reference(folder, prompts, letters, model=adapted, add_special_tokens=False)[0]
-        )
-    with_adapters = f"{kwargs}.adapters={json.dumps([*map(str, adapters)])}"
-    values = run("adapted", long_enough, with_adapters, f"{kwargs}.engine.max_lora_rank=32")
-    assert np.abs(of_adapters[0] - of_adapters[1]).max() > 0.01
-    np.testing.assert_allclose(values, np.mean(of_adapters, axis=0), atol=1e-6)
-
-    nvml_sim.write([Gpu(gpu_uuid(0), memory=Memory(12 * GIB))])
-    done = project.ensemble("validate", str(path), environment={**nvml_sim.environment(), **libraries})
+    (found,) = [word for word in model["server"]["command"] if word.startswith("--served-model-name=")]
+    assert found.partition("=")[2] == model["model"]
+    no_program = {**nvml_sim.environment(), "PATH": str(project.folder)}
+    done = project.ensemble("validate", str(path), environment=no_program)
     assert done.returncode == 2
-    assert "qwen" in done.stderr
-    assert "14.0 GiB" in done.stderr
+    assert "server.command: there is no program vllm that can be run; give its path" in done.stderr
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 Builds the environments of ``environments.py`` (those with a Python of their own take gigabytes and minutes), runs
 in each what may differ between releases, and writes the table of docs/reference/releases.md.  What is installed is
-kept.
+kept.  The environment ``vllm`` serves models, which the usual one asks (``test_vllm.py``).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.project import ROOT
+from tests.releases import vllm_environment
 from tests.releases.environments import ENVIRONMENTS, EXTRAS, IN_CI, Environment
 from tests.sampling import chosen_share
 
@@ -56,6 +57,7 @@ WHOLE = (
 _SHOWN = ("torch", "transformers", "numpy", "pyarrow", "pydantic", "typer")
 _SUMMED_UP = ("accelerate", *EXTRAS, "pandas", "scikit-learn", "scipy", "matplotlib")
 _MARKS = ("<!-- table -->", "<!-- end of table -->")
+_VLLM = "vllm"
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,10 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help="write the table of docs/reference/releases.md")
     arguments = parser.parse_args()
-    names = arguments.names or [environment.name for environment in ENVIRONMENTS]
+    names = arguments.names or list(_names())
     if arguments.quick or arguments.ci:
         names = list(IN_CI[chosen_share() % len(IN_CI) :][:1] if arguments.ci else IN_CI)
-    if unknown := set(names) - {item.name for item in ENVIRONMENTS}:
+    if unknown := set(names) - {*_names()}:
         parser.error(f"no environment {', '.join(sorted(unknown))}; there are {', '.join(_names())}")
     outcomes = []
     for environment in ENVIRONMENTS:
@@ -96,14 +98,17 @@ def main() -> None:
             outcome = attempt(environment, QUICK if arguments.ci or arguments.quick else WHOLE)
             print(f"{environment.name}: {outcome.verdict} in {outcome.seconds:.0f} s", flush=True)
             outcomes.append(outcome)
+    served = attempt_vllm() if _VLLM in names else None
+    if served is not None:
+        print(f"{_VLLM}: {served.verdict} in {served.seconds:.0f} s", flush=True)
     if arguments.write:
         text = TABLE.read_text(encoding="utf-8")
-        TABLE.write_text(with_table(text, outcomes), encoding="utf-8")
-    sys.exit(not all(outcome.is_good for outcome in outcomes))
+        TABLE.write_text(with_table(text, outcomes, served), encoding="utf-8")
+    sys.exit(not all(outcome.is_good for outcome in (*outcomes, *([served] if served else []))))
 
 
 def _names() -> Iterable[str]:
-    return (item.name for item in ENVIRONMENTS)
+    return (*(item.name for item in ENVIRONMENTS), _VLLM)
 
 
 def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
@@ -118,16 +123,35 @@ def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
         is_refused = done.returncode == 2 and environment.refused in done.stdout
         verdict = "refused by name" if is_refused else f"FAILED: exit {done.returncode}: {done.stdout[-300:]}"
         return Outcome(environment, verdict, result, time.monotonic() - began)
+    verdict = _run_tests(python, "-n", "2", "--dist", "worksteal", *tests)
+    return Outcome(environment, verdict, result, time.monotonic() - began)
+
+
+def attempt_vllm() -> Outcome:
+    """Install vLLM beside, and let members of the usual environment ask its server."""
+    environment, began = Environment(_VLLM, (vllm_environment.TORCH, vllm_environment.VLLM)), time.monotonic()
+    try:
+        python = vllm_environment.build(PLACE / _VLLM)
+    except subprocess.CalledProcessError as error:
+        words = (error.stderr or str(error)).strip().splitlines()[-1]
+        return Outcome(environment, f"not tried: vLLM cannot be installed here ({words})", {})
+    began = time.monotonic()
+    os.environ[vllm_environment.PYTHON] = str(python)
+    verdict = _run_tests(Path(sys.executable), "-rs", "tests/releases/test_vllm.py")
+    return Outcome(environment, verdict, versions(python, vllm_environment.SHOWN), time.monotonic() - began)
+
+
+def _run_tests(python: Path, *arguments: str) -> str:
     # Warnings of other releases are not this project's.
-    pytest = ("-m", "pytest", "-n", "2", "--dist", "worksteal", "-W", "default", "-p", "no:cacheprovider")
+    pytest = ("-m", "pytest", "-W", "default", "-p", "no:cacheprovider")
     options = ("--part=all", "--show-capture=no", "--tb=short", "-o", "addopts=--import-mode=importlib")
-    done = _run(python, *pytest, *options, *tests)
+    done = _run(python, *pytest, *options, *arguments)
     summary = re.findall(r"=+ (.*(?:passed|failed|error).*?) in [\d.]+s", done.stdout)
     verdict = summary[-1] if summary else f"exit {done.returncode}"
-    if done.returncode:
-        print(done.stdout[-20_000:])
-        verdict = f"FAILED: {verdict}"
-    return Outcome(environment, verdict, result, time.monotonic() - began)
+    if not done.returncode:
+        return verdict
+    print(done.stdout[-20_000:])
+    return f"FAILED: {verdict}"
 
 
 def build(environment: Environment) -> Path | None:
@@ -160,16 +184,14 @@ def build(environment: Environment) -> Path | None:
     return python
 
 
-def versions(python: Path) -> dict[str, str]:
+def versions(python: Path, packages: Sequence[str] = (*_SHOWN, *_SUMMED_UP)) -> dict[str, str]:
     """What is installed for this Python, by package; Python's own version first."""
     code = (
         "import json, platform, sys\nfrom importlib.metadata import version\n"
         "found = {name: version(name) for name in sys.argv[1:]}\n"
         "print(json.dumps({'Python': platform.python_version(), **found}))"
     )
-    done = subprocess.run(
-        [str(python), "-c", code, *_SHOWN, *_SUMMED_UP], check=True, capture_output=True, text=True
-    )
+    done = subprocess.run([str(python), "-c", code, *packages], check=True, capture_output=True, text=True)
     content: dict[str, str] = json.loads(done.stdout)
     return content
 
@@ -195,8 +217,12 @@ def _run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         )
 
 
-def with_table(text: str, outcomes: Sequence[Outcome]) -> str:
-    """The page with a new table between its marks."""
+def with_table(text: str, outcomes: Sequence[Outcome], served: Outcome | None = None) -> str:
+    """The page with a new table between its marks.
+
+    Args:
+        served: how the members fared that asked vLLM's server.
+    """
     start, end = _MARKS
     before, _, rest = text.partition(start)
     _, _, after = rest.partition(end)
@@ -211,6 +237,9 @@ def with_table(text: str, outcomes: Sequence[Outcome]) -> str:
     known = {name: [versions[name] for versions in tried if name in versions] for name in _SUMMED_UP}
     ranges = ", ".join(name_and_range(name, releases) for name, releases in known.items() if releases)
     lines += ["", f"Releases of other packages that were tried: {ranges}."]
+    if served is not None:
+        releases = ", ".join(f"{name} {release}" for name, release in served.versions.items())
+        lines += ["", f"`endpoint` members asked a server ({releases or _VLLM}): {served.verdict}."]
     return f"{before}{start}\n" + "\n".join(lines) + f"\n{end}{after}"
 
 
