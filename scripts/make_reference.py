@@ -62,7 +62,7 @@ INTRODUCTION = """\
 The path may also be an address. `ensemble validate` finds more than an editor: it knows the rules that tie keys
 together, the table and the models. [Several config files, `--set` and `${NAME}`](../how-to/several-configs.md) has
 its own page. A key under `defaults` counts for every model whose kind has that key and that does not set it. The
-keys of a mapping have a section of their own.
+keys of a mapping have a section of their own. Brackets say what a key holds, and its default.
 """
 
 
@@ -184,18 +184,17 @@ def section(
     rows = []
     for key in keys:
         field = model.model_fields[key]
+        held = " or ".join(dict.fromkeys(map(in_a_list, phrases(hints[key]))))
         if field.is_required():
-            default = "**required**"
+            held += "; **required**"
         else:
             value = field.get_default(call_default_factory=True)
             plain = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
-            default = "" if plain is None else f"`{in_yaml(plain)}`"
-        held = " or ".join(dict.fromkeys(map(in_a_cell, phrases(hints[key]))))
-        cells = (f"`{key}`", held, default, meanings.get(key, ""))
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            held += "" if plain is None else f"; `{in_yaml(plain)}`"
+        meaning = meanings.get(key)
+        rows.append(f"- `{key}` ({held})" + (f": {meaning}" if meaning else ""))
     about = " ".join([in_short(model), more]).strip()
-    head = f"## {title}\n\n{about}\n\n| key | holds | default | |\n|---|---|---|---|\n"
-    return head + "\n".join(rows) + "\n"
+    return f"## {title}\n\n{about}\n\n" + "\n".join(rows) + "\n"
 
 
 def in_short(model: type[BaseModel]) -> str:
@@ -243,8 +242,8 @@ def phrases(hint: Any) -> Iterator[str]:
                 yield from phrases(inner)
 
 
-def in_a_cell(phrase: str) -> str:
-    """A phrase for a table, where neither articles nor the obvious are needed."""
+def in_a_list(phrase: str) -> str:
+    """A phrase for a list, where neither articles nor the obvious are needed."""
     shorter = re.sub(r"\bthe (name|path) of a (?=column|file|folder)|, and not empty$", "", phrase)
     shorter = re.sub(r"\b(number|time|size) of (at least|more than)", r"\1, \2", shorter)
     return re.sub(r"^(an?|the) |(?<= or )an? ", "", shorter)
