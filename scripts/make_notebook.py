@@ -76,6 +76,45 @@ defaults:
     - name: swapped
       swap: {{columns: [response_a, response_b], labels: [winner_model_a, winner_model_b]}}"""
 
+SCRIPT = """\
+%%writefile infer.py
+# A script as you have it: it reads --rows, writes --out, and knows nothing of this project.
+import argparse
+
+import numpy as np
+import pandas as pd
+from sklearn.linear_model import LogisticRegression
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rows")
+parser.add_argument("--out")
+arguments = parser.parse_args()
+labels = [{labels}]
+
+
+def lengths(table):
+    return np.log1p(np.stack([table[name].str.len() for name in ("prompt", "response_a", "response_b")], axis=1))
+
+
+train, test = pd.read_csv("{train}"), pd.read_csv(arguments.rows)
+model = LogisticRegression(max_iter=1000).fit(lengths(train), train[labels].to_numpy().argmax(axis=1))
+pd.DataFrame(model.predict_proba(lengths(test)), index=test["{id}"], columns=labels).to_csv(arguments.out)"""
+
+SCRIPT_MEMBER = """\
+%%writefile infer.yaml
+# Over config.yaml: one member more.
+models:
+  - name: lengths
+    task_type: command
+    command: [python, infer.py, --rows, "{rows}", --out, "{out}"]
+    num_gpus: 0  # or how many of its own the script gets
+    weight: 0.1"""
+
+CHOSEN = """\
+CONFIG = ["config.yaml"]
+# CONFIG.append("lora.yaml")  # if you have changed it to your inputs
+# CONFIG.append("infer.yaml")"""
+
 REHEARSE = """\
 import time
 
@@ -104,7 +143,9 @@ def cells() -> list[dict[str, Any]]:
     config = yaml.safe_load(text)
     inputs = Path(config["data"]["path"]).parent
     paths = {"submission": config["submission"]["path"], "sample": config["submission"]["sample"]}
-    look = LOOK.format(**paths, id=config["data"]["id_column"])
+    id_column, train = config["data"]["id_column"], inputs / "train.csv"
+    look = LOOK.format(**paths, id=id_column)
+    labels = ", ".join(f'"{label}"' for label in config["labels"])
     return [
         _markdown("introduction", INTRODUCTION),
         _code("attach", ATTACH),
@@ -115,10 +156,12 @@ def cells() -> list[dict[str, Any]]:
             "An adapter, truncation by column and a swapped view: with `lora.yaml` in `CONFIG`, below.",
         ),
         _code("lora", LORA.format(inputs=inputs.parent)),
-        _code(
-            "chosen",
-            'CONFIG = ["config.yaml"]\n# CONFIG.append("lora.yaml")  # if you have changed it to your inputs',
+        _markdown(
+            "own", "A script of your own as a member, beside the models: with `infer.yaml` in `CONFIG`."
         ),
+        _code("script", SCRIPT.format(labels=labels, train=train, id=id_column)),
+        _code("script-member", SCRIPT_MEMBER),
+        _code("chosen", CHOSEN),
         _markdown("checks", "Can it run here? Are config, data and models right? What fits where?"),
         _code("doctor", 'ensemble("doctor", *CONFIG)'),
         _code("validate", 'ensemble("validate", *CONFIG)'),
@@ -128,7 +171,7 @@ def cells() -> list[dict[str, Any]]:
             "How long do 25,000 rows take, which are as long as those of `train.csv`? By a run of a sample. Exit "
             "code 1: they would not be done within `time_limit`, or not fit on the disk.",
         ),
-        _code("rehearse", REHEARSE.format(train=inputs / "train.csv")),
+        _code("rehearse", REHEARSE.format(train=train)),
         _markdown("computing", "Exit code 4: a `time_limit` ended it, with a complete submission."),
         _code("run", 'ensemble("run", *CONFIG, good=(0, 4))'),
         _markdown("result", "A look at what will be submitted."),

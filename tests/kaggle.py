@@ -41,13 +41,14 @@ subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
 os.execv(command[0], command)
 """
 # Lines that depend on the machine and the moment; the last is said only where the report takes a while.
-_PASSING = re.compile(r"\d|---|[CG]PU|^(gemma2|llama3)\b|^the report is being written$")
+_PASSING = re.compile(r"\d|---|[CG]PU|^(gemma2|llama3|lengths)\b|^the report is being written$")
 _INTRODUCTION = """\
 # The Kaggle notebook and its output
 
 This is what [`configs/kaggle.ipynb`](../../configs/kaggle.ipynb) prints, shortened. Two small models stand in for
 Gemma-2-9B and Llama-3-8B, over 40 rows, on a machine without a GPU. So sizes, speeds and devices are not Kaggle's.
-The notebook ran in folders like Kaggle's, without a network and with read-only inputs. `lora.yaml` is in `CONFIG`.
+The notebook ran in folders like Kaggle's, without a network and with read-only inputs. `CONFIG`
+has `lora.yaml` and `infer.yaml`, too.
 
 `python -m tests.kaggle` writes this page.
 """
@@ -72,16 +73,16 @@ def lay_out(root: Path) -> None:
 
 
 def lay_out_options(root: Path) -> None:
-    """What the notebook's lora.yaml and its rehearsal read beside that: a base, its adapter, and labelled rows."""
+    """What its lora.yaml, infer.yaml and its rehearsal read beside that: a base, its adapter, and labelled rows."""
     make_adapter(
         root / "input" / "gemma-2-9b-lmsys-lora",
         make_base(root / "input" / "gemma-2-9b-it", "gemma2", seed=3),
         labels=len(LABELS),
         modules_to_save=["score"],
     )
-    texts = make_texts(1260, seed=6)
+    texts, truth = make_texts(1260, seed=6), ["100", "010", "001"]
     rows = [
-        [str(index), *[json.dumps([turn]) for turn in texts[3 * index : 3 * index + 3]], "1", "0", "0"]
+        [str(index), *[json.dumps([turn]) for turn in texts[3 * index : 3 * index + 3]], *truth[index % 3]]
         for index in range(420)
     ]
     header = ["id", "prompt", "response_a", "response_b", *LABELS]
@@ -134,7 +135,8 @@ def run_notebook(
         What nbconvert did, and the notebook with its outputs, empty where a cell failed.
     """
     text = NOTEBOOK.read_text(encoding="utf-8").replace("/kaggle/input", f"{root}/input")
-    with_options = {r"# CONFIG.append(\"lora.yaml\")": r"CONFIG.append(\"lora.yaml\")"}
+    options = (rf"CONFIG.append(\"{name}.yaml\")" for name in ("lora", "infer"))
+    with_options = {f"# {option}": option for option in options}
     for old, new in {"/kaggle/working": f"{root}/working", **with_options, **(changes or {})}.items():
         assert old in text, old
         text = text.replace(old, new)

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 def test_no_config_goes_untested() -> None:
     assert {path.name for path in (ROOT / "configs").glob("*.yaml")} == {
         *("demo.yaml", "kaggle.yaml"),
-        *("csv.yaml", "python.yaml", "onnx.yaml", "mixed.yaml", "causal_lm.yaml"),
+        *("csv.yaml", "scripts.yaml", "python.yaml", "onnx.yaml", "mixed.yaml", "causal_lm.yaml"),
         *("pooled.yaml", "views.yaml", "image.yaml", "lora.yaml", "vllm_server.yaml", "jury.yaml"),
         *("train_demo.yaml", "train_command.yaml"),  # tests/training
     }
@@ -89,6 +89,26 @@ def test_predictions_made_elsewhere(project: Project) -> None:
     assert header == ["id", *theirs.pop("id")]
     assert [row[0] for row in rows] == [row[0] for row in read_demo("test.csv")[1:]]
     assert {row[0]: row[1:] for row in rows} == theirs
+
+
+@pytest.mark.long
+def test_two_scripts_as_people_run_them(project: Project) -> None:
+    """The run against what its two scripts make by hand, and pandas of their files."""
+    config = ROOT / "configs" / "scripts.yaml"
+    done = project.ensemble("run", str(config), "--set", "report=false", "--limit", "200")
+    assert done.returncode == 0, done.stderr
+    table = pd.read_csv(ROOT / "demo" / "test.csv", dtype=str)
+    table[:200].to_csv(project.folder / "first.csv", index=False)
+    by_hand = []
+    for name in ("gemma", "llama"):
+        script, made = config.parent / "scripts" / f"infer_{name}.py", project.folder / f"{name}.csv"
+        command = [sys.executable, str(script), "--rows", "first.csv", "--out", str(made)]
+        subprocess.run(command, cwd=project.folder, check=True, capture_output=True)
+        by_hand.append(pd.read_csv(made, index_col="id"))
+    expected = sum(by_hand) / 2
+    ensemble = pd.read_csv(project.folder / "runs/scripts/ensemble.csv", index_col="id")
+    assert [*ensemble.index] == [*table["id"][:200]]
+    np.testing.assert_allclose(ensemble, expected.loc[ensemble.index, ensemble.columns], atol=1e-6)
 
 
 @pytest.mark.long
@@ -166,7 +186,7 @@ def test_a_function_of_scikit_learn_beside_a_model(project: Project) -> None:
 
 
 @pytest.mark.long
-def test_members_of_every_kind(project: Project) -> None:
+def test_members_of_many_kinds(project: Project) -> None:
     """Who computes which rows, what the language model and the image classifier say, and the merge by hand."""
     path = ROOT / "configs" / "mixed.yaml"
     done = project.ensemble("run", str(path), "--set", "report=false")
@@ -175,7 +195,7 @@ def test_members_of_every_kind(project: Project) -> None:
         member["name"]: member for member in yaml.safe_load(path.read_text(encoding="utf-8"))["models"]
     }
     kinds = {member.get("task_type", "seq_cls") for member in members.values()}
-    assert kinds == set(KINDS.built_in) - {"endpoint"}  # which needs a server
+    assert kinds == set(KINDS.built_in) - {"command", "endpoint"}, "which have configs of their own"
     report = project.run_json("runs/mixed")
     scores = {name: score["log_loss"] for name, score in report["scores"].items()}
     assert scores["ensemble"] < scores["llama"] < scores["llama_mean"] < scores["tfidf"] < scores["mate"]

@@ -7,6 +7,7 @@ also in 4 and 8 bits. Each submission is compared with what pandas makes of the 
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -292,6 +293,43 @@ def expect_map_6th(kaggle: Kaggle, config: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame({"Category:Misconception": cells}, index=mean.index)
 
 
+def lay_out_map_15th(kaggle: Kaggle) -> None:
+    lay_out_map(kaggle)
+    bases = {
+        "deepseek-r1-distill-qwen-14b": ("qwen2", ["deepseek-r1-distill-qwen-14b"]),
+        "qwen-3/transformers/14b/1": ("qwen3", ["qwen3-14b"]),
+        "qwen-3/transformers/32b/1": ("qwen3", ["qwen3-32b"]),
+        "phi-4-reasoning-plus": ("phi3", ["phi-4-reasoning-plus"]),
+        "phi-4": ("phi3", ["phi-4", "phi-4-masked-loss"]),
+    }
+    seed = 0
+    for name, (model_type, adapters) in bases.items():
+        base = make_model(kaggle.input / name, model_type, LANGUAGE_MODEL, seed=seed)
+        for adapter in adapters:
+            seed += 1
+            make_adapter(kaggle.input / "map-15th" / adapter, base, labels=65, seed=seed)
+
+
+def expect_map_15th(kaggle: Kaggle, config: Mapping[str, Any]) -> pd.DataFrame:
+    """What the notebook does: six scripts one after the other, their mean with six weights, the best three."""
+    weighted = []
+    for number, member in enumerate(config["models"]):
+        _, script, *arguments = member["command"]
+        made = kaggle.root / f"by_hand_{number}.csv"
+        places = {"{rows}": str(kaggle.input / MAP / "test.csv"), "{out}": str(made)}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", [script, *(places.get(word, word) for word in arguments)])
+            runpy.run_path(script, run_name="__main__")
+        by_hand = pd.read_csv(made, dtype={"row_id": str}).set_index("row_id")[config["labels"]]
+        in_the_run = kaggle.predictions(member["name"], "row_id", config["labels"])
+        pd.testing.assert_frame_equal(in_the_run, by_hand, atol=1e-5, check_dtype=False)  # threads differ
+        weighted.append(member["weight"] * in_the_run)
+    total = sum(weighted)
+    ensemble = pd.read_csv(kaggle.working / "run" / "ensemble.csv", dtype={"row_id": str}).set_index("row_id")
+    pd.testing.assert_frame_equal(ensemble, total, rtol=0, atol=1e-12, check_dtype=False)
+    return pd.DataFrame({"Category:Misconception": map(" ".join, best(total, 3))}, index=total.index)
+
+
 def lay_out_map_45th(kaggle: Kaggle) -> None:
     lay_out_map(kaggle)
     adapted = {
@@ -451,6 +489,7 @@ CASES = {
     "map_1st.yaml": Case(lay_out_map_1st, expect_map_1st, MAP, L4),
     "map_6th.yaml": Case(lay_out_map_6th, expect_map_6th, MAP),
     "map_9th.yaml": Case(lay_out_map_9th, expect_map_9th, MAP, L4),
+    "map_15th.yaml": Case(lay_out_map_15th, expect_map_15th, MAP, L4),
     "map_45th.yaml": Case(lay_out_map_45th, expect_map_45th, MAP),
     "jigsaw_42nd.yaml": Case(
         # The function asks torch for its GPU, and torch has none here.

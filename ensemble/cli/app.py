@@ -227,7 +227,7 @@ def init(
     table: Annotated[Path, argument("TABLE", help="The table: CSV, TSV, Parquet or JSON lines.")],
     models: Annotated[
         list[str],
-        argument("MODEL", help="Folders of checkpoints or adapters, or CSVs of predictions made elsewhere."),
+        argument("MODEL", help="Folders of checkpoints or adapters, your scripts, CSVs of predictions."),
     ],
     sample: Annotated[
         Path | None,

@@ -90,7 +90,7 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None) -> st
     """Guess a config and return its YAML, with a comment for each guess.
 
     Args:
-        sources: of the members: folders of checkpoints or adapters, names on the hub, files of predictions.
+        sources: of the members: folders of checkpoints or adapters, names on the hub, predictions, scripts.
         sample: a sample submission; None: the one beside the table, if it has the table's rows.
 
     Raises:
@@ -154,7 +154,7 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None) -> st
     elif truth:
         lines.append(f"  label_column: {_scalar(truth[0])}  # the true labels: the run ends with scores")
     unused = [name for name in columns if name not in (*texts, *truth, file_column)]
-    if unused:
+    if unused and not any(member.draft.reads_all_columns for member in members):
         lines.append(f"  # not used: {', '.join(map(_scalar, unused))}")
     if left_out:
         lines.append(
@@ -199,7 +199,9 @@ def _member_lines(
     """Return a member's YAML; ``file_column`` names the files of members that read files."""
     name, draft = member.name, member.draft
     lines = [f"  - name: {_scalar(name)}"]
-    lines += [f"    {key}: {_scalar(value)}" for key, value in draft.settings.items()]
+    for key, value in draft.settings.items():
+        lines += [f"    # GUESS: {name}.{key}: {draft.guess}"] if key == draft.guessed_key else []
+        lines.append(f"    {key}: {_list(value) if isinstance(value, list) else _scalar(value)}")
     if draft.of_labels is not None:
         key, text_of = draft.of_labels
         lines += [f"    # GUESS: {name}.{key}: {draft.guess}", f"    {key}:"]
@@ -276,10 +278,10 @@ def _members(sources: Sequence[str], id_column: str) -> list[_Member]:
             continue
         if draft is None:
             problems.append(
-                f"{source}: neither a folder with a checkpoint nor a file of predictions that can be read"
+                f"{source}: no folder with a checkpoint, script (.py) or file of predictions that can be read"
             )
             continue
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", file_stem(Path(source))).strip(".-")
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", file_stem(Path(source)).removesuffix(".py")).strip(".-")
         base = name = stem[: MAX_NAME_CHARACTERS - 4] or "model"
         number = 1
         while name.lower() in taken:

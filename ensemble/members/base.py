@@ -168,8 +168,10 @@ class Draft:
         max_length: the tokens of a row that it can read; None: it reads no tokens, or any number.
         reads_text: whether it needs ``prompt_template`` or ``text_column``.
         labels_are_columns: whether the labels are columns of a file; ``columns`` maps those of other names.
+        reads_all_columns: whether it reads all of the table's columns.
         of_labels: a key that maps each label of the config, and a function that guesses the value for a label.
-        guess: what the user should check about that guess.
+        guessed_key: a key of ``settings`` that is a guess.
+        guess: what the user should check about ``of_labels`` or ``guessed_key``.
         file_keys: for a member that reads files: the keys for the column of file names, their folder and their
             suffix.
     """
@@ -180,14 +182,16 @@ class Draft:
     max_length: int | None = None
     reads_text: bool = True
     labels_are_columns: bool = False
+    reads_all_columns: bool = False
     of_labels: tuple[str, Callable[[str], str]] | None = None
+    guessed_key: str = ""
     guess: str = ""
     file_keys: tuple[str, str, str] | None = None
 
     @property
     def is_model(self) -> bool:
         """Return whether the member computes its predictions."""
-        return self.reads_text or self.file_keys is not None
+        return self.reads_text or self.reads_all_columns or self.file_keys is not None
 
 
 @dataclass(frozen=True)

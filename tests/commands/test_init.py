@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -310,7 +311,7 @@ def test_predictions_in_any_format_and_with_columns_of_other_names(project: Proj
     packed.write_bytes(b"x")
     refused = project.ensemble("init", "test.csv", "first.parquet.gz", "--force")
     assert (
-        "first.parquet.gz: neither a folder with a checkpoint nor a file of predictions that can be read"
+        "first.parquet.gz: no folder with a checkpoint, script (.py) or file of predictions that can be read"
         in " ".join(refused.stderr.split())
     )
 
@@ -333,3 +334,53 @@ def test_the_index_that_pandas_writes_is_neither_label_nor_text(
     done = project.ensemble("merge", "other.parquet", "third.parquet", "-o", "merged.csv")
     assert done.returncode == 0, done.stderr
     assert project.read("merged.csv")[0] == ["id", *CONTEST]
+
+
+SCRIPT = """\
+import argparse
+import json
+
+import pandas as pd
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--data-workers", default=1)
+parser.add_argument("--input_csv", required=True)
+parser.add_argument("-o", "--output", required=True)
+options = parser.parse_args()
+table = pd.read_csv(options.input_csv)
+assert list(table) == ["id", "text"]
+yes = table["text"].str.len() / table["text"].str.len().max()
+pd.DataFrame({"id": table["id"], "no": 1 - yes, "yes": yes}).to_csv(options.output, index=False)
+"""
+
+
+def test_a_script_is_a_command_with_the_options_of_its_text(project: Project) -> None:
+    project.write_csv("test.csv", ["id", "text"], [["a", "one"], ["b", "seven"]])
+    project.write_csv("sample_submission.csv", ["id", "no", "yes"], [["a", "0", "1"], ["b", "0", "1"]])
+    (project.folder / "my infer.py").write_text(SCRIPT, encoding="utf-8")
+    done = project.ensemble("init", "test.csv", "my infer.py")
+    assert done.returncode == 0, done.stderr
+    assert "guess: my-infer.command: options as in the script" in " ".join(done.stdout.split())
+    text, config = made(project)
+    words = ["python", "my infer.py", "--input_csv", "{rows}", "--output", "{out}"]
+    assert config["models"] == [{"name": "my-infer", "task_type": "command", "command": words}]
+    assert "not used" not in text
+    ran = project.ensemble("run", "config.yaml", "-q", "--set", "report=false")
+    assert ran.returncode == 0, ran.stderr
+    header, rows = project.read("submission.csv")
+    assert header == ["id", "no", "yes"]
+    np.testing.assert_allclose([float(row[2]) for row in rows], [0.6, 1.0], atol=1e-6)
+
+
+def test_a_script_without_options_is_told_of(project: Project) -> None:
+    """As most notebooks' cells have it."""
+    project.write_csv("test.csv", ["id", "text"], [["a", "one"], ["b", "seven"]])
+    project.write_csv("sample.csv", ["id", "no", "yes"], [["a", "0", "1"], ["b", "0", "1"]])
+    (project.folder / "infer.py").write_text("import pandas\npandas.read_csv('test.csv')\n", encoding="utf-8")
+    text = first_config(
+        project.folder / "test.csv", [str(project.folder / "infer.py")], project.folder / "sample.csv"
+    )
+    assert (
+        "# GUESS: infer.command: the script does not show these options; it must read the file {rows}" in text
+    )
+    assert yaml.safe_load(text)["models"][0]["command"][2:] == ["--rows", "{rows}", "--out", "{out}"]

@@ -31,12 +31,24 @@ from ensemble.config.values import (
     same_label_problems,
 )
 from ensemble.data.formats import known_format
-from ensemble.members.base import Assigned, Inspection, MemberKind, OutputColumns, Reads, ResourceRequest
+from ensemble.members.base import (
+    Assigned,
+    Draft,
+    Inspection,
+    MemberKind,
+    OutputColumns,
+    Reads,
+    ResourceRequest,
+)
 from ensemble.members.command.interpreter import installed_for, is_python
 from ensemble.members.huggingface.checkpoint.digests import any_digest
 
 # What the command may hold in braces.
 PLACEHOLDERS: Final = ("rows", "out", "device", "seed", "labels", "max_rows")
+
+# A script's options for the file that it reads, and for the one that it writes.
+_ROWS_OPTION = re.compile(r"--?(rows|input|in|test|data|table)([_-]?(path|file|csv))?")
+_OUT_OPTION = re.compile(r"--?(out|output|submission|predictions?|save)([_-]?(path|file|csv))?")
 
 Words = Annotated[
     tuple[Text, ...],
@@ -122,6 +134,28 @@ class Command(MemberKind[CommandSettings, CommandInspection]):
     Settings: ClassVar[type[MemberConfig]] = CommandSettings
     child: ClassVar[str] = "ensemble.members.command.child"
     activation_key: ClassVar[str] = "activation"
+
+    @classmethod
+    def draft(cls, source: str, id_column: str) -> Draft | None:
+        path = Path(source)
+        if path.suffix != ".py" or not path.is_file():
+            return None
+        options = re.findall(r"""["'](--?[A-Za-z][\w-]*)["']""", path.read_text("utf-8", "replace"))
+        rows = next(filter(_ROWS_OPTION.fullmatch, options), None)
+        out = next(filter(_OUT_OPTION.fullmatch, options), None)
+        command = ["python", source, rows or "--rows", "{rows}", out or "--out", "{out}"]
+        return Draft(
+            {"task_type": "command", "command": command},
+            labels=None,
+            are_named=False,
+            reads_text=False,
+            reads_all_columns=True,
+            guessed_key="command",
+            guess=(
+                f"{'options as in the script' if rows and out else 'the script does not show these options'}; it "
+                "must read the file {rows}, and write to {out} the ids and a column for each label"
+            ),
+        )
 
     def request(self) -> ResourceRequest:
         model = self.settings
