@@ -1,4 +1,4 @@
-"""The rows of docs/reference/faults.md and the tests' markers say the same."""
+"""The lines of docs/reference/faults.md and the tests' markers say the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from tests.project import ROOT
 
-TABLE = ROOT / "docs" / "reference" / "faults.md"
+PAGE = ROOT / "docs" / "reference" / "faults.md"
 FAULTS = range(1, 49)
 
 
@@ -35,6 +35,6 @@ def test_every_fault_has_a_test_and_no_other_is_marked() -> None:
     assert sorted(marked()) == list(FAULTS)
 
 
-def test_every_fault_has_one_row_that_says_what_happens() -> None:
-    rows = re.findall(r"^\| (\d+)\. [^|]+ \| [^|]+\. \|$", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(int(number) for number in rows) == list(FAULTS)
+def test_every_fault_has_one_line_that_says_what_happens() -> None:
+    lines = re.findall(r"^- \*\*(\d+)\. [^*]+\*\*:\s[^*]+\.$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(int(number) for number in lines) == list(FAULTS)
