@@ -22,7 +22,7 @@ from ensemble.members.huggingface.loading.device_map import last_device, on_devi
 from ensemble.members.huggingface.loading.load import Loaded
 from ensemble.members.huggingface.scoring.classifier import Classifier, padded, states_at
 from ensemble.members.huggingface.scoring.encode import Encoded
-from ensemble.members.huggingface.scoring.forward import Shortcut
+from ensemble.members.huggingface.scoring.forward import Integers, Shortcut
 from ensemble.members.huggingface.scoring.member import TextMember
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec
 from ensemble.members.pooled_cls.head import LAYER_NORM, LINEAR
@@ -98,6 +98,8 @@ def make_head(file: str, steps: Steps, layer_norm_eps: float, device: torch.devi
 class PooledClassifier(Classifier):
     """Run a loaded backbone and its head, which is on the last device; a row gets the same numbers in any batch."""
 
+    _trial_groups: ClassVar[Integers | None] = None
+
     def __init__(self, model: Any, pad_token_id: int, head: nn.Sequential, pooling_mode: str) -> None:
         super().__init__(model, pad_token_id)
         self.head = head
@@ -133,7 +135,8 @@ class PooledClassifier(Classifier):
             if self._mode != "mean":
                 return states_at(states, place).float()
             total = states.masked_fill_(is_padding.to(states.device), 0).sum(1, dtype=torch.float32)
-            return behind.with_totals(total) / counts.to(states.device)[:, None]
+            total += sum(part.total for part in behind.parts if part.total is not None)
+            return total / counts.to(states.device)[:, None]
 
     def _read_places(self, encoded: Encoded, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         lengths = encoded.lengths[rows]

@@ -45,8 +45,10 @@ class SequenceClassifier(TextMember[ClassifierSpec]):
 
         share = len(rows) / max(1, len(read))
 
-        def report_share(rows: int, tokens: int = 0, padded_tokens: int = 0) -> bool | None:
-            return report(int(rows * share), tokens, padded_tokens)
+        def report_share(rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
+            # A chunk goes on to its end: a row with choices on both sides of a stop would be computed again whole,
+            # so the rest would come into other batches.
+            report(int(rows * share), tokens, padded_tokens)
 
         row_of = np.repeat(np.arange(len(rows)), counts)
         scored = self._predict(read, report_share, groups=row_of)

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache
 
-from ensemble.members.huggingface.loading.device_map import on_device
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import Integers
 from ensemble.members.huggingface.scoring.key_values import KeysAndValues, cache_behind
@@ -24,7 +23,7 @@ from ensemble.members.huggingface.scoring.key_values import KeysAndValues, cache
 MIN_TOKENS, MIN_ROWS = 32, 4
 # Beginnings of a multiple of so many tokens share a pass without padding.
 _STEP = 8
-NO_TOKENS: Integers = np.empty(0, dtype=np.int64)
+_NO_TOKENS: Integers = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -79,17 +78,6 @@ class Behind:
         own = 0 if self.groups is None else self.parts[-1].tokens.size
         return rows * self.tokens - own
 
-    def with_totals(self, totals: torch.Tensor) -> torch.Tensor:
-        """Return sums over the rows' own tokens with those over their beginnings, float32 [rows, numbers]."""
-        for part in self.parts:
-            assert part.total is not None
-            # The beginning that all rows share has one sum.
-            if self.groups is None or part is not self.parts[-1]:
-                totals = totals + part.total
-            else:
-                totals = totals + part.total[on_device(self.groups, totals.device)]
-        return totals
-
     def cache(self) -> Cache | None:
         """Return a cache for a pass; None where the rows are whole."""
         return cache_behind([part.layers for part in self.parts], self.groups) if self.parts else None
@@ -97,12 +85,15 @@ class Behind:
 
 def find_beginnings(encoded: Encoded, places: Integers) -> Beginnings:
     """Find what rows share; ``places`` are the tokens that a head reads, which are in each row's own pass."""
-    shared = shared_tokens(encoded, np.arange(len(places)), places)
-    skipped = np.where(begins_with(encoded, places, shared), len(shared), 0)
+    # Copies of a row are not computed, so they are not worth a pass, and have no say in what a chunk's rest shares.
+    every = np.arange(len(places))
+    computed = every if encoded.first is None else np.flatnonzero(encoded.first == every)
+    shared = shared_tokens(encoded, computed, places)
+    skipped = np.where(_begins_with(encoded, places, shared), len(shared), 0)
     widths = encoded.lengths - skipped
     if encoded.groups is None:
         return Beginnings(shared, skipped, widths)
-    candidates = np.flatnonzero((encoded.lengths > 0) & (skipped == len(shared)))
+    candidates = computed[(encoded.lengths > 0)[computed] & (skipped == len(shared))[computed]]
     borders = np.flatnonzero(np.diff(encoded.groups[candidates])) + 1
     for rows in np.split(candidates, borders):
         if len(rows) < 2:
@@ -116,18 +107,6 @@ def find_beginnings(encoded: Encoded, places: Integers) -> Beginnings:
     return Beginnings(shared, skipped, widths)
 
 
-def begins_with(encoded: Encoded, places: Integers, tokens: Integers) -> npt.NDArray[np.bool_]:
-    """Return which rows begin with the tokens, before the token that is read, bool [rows]."""
-    count = len(tokens)
-    return np.array(
-        [
-            place >= count and np.array_equal(ids[:count], tokens)
-            for place, ids in zip(places.tolist(), encoded.inputs["input_ids"], strict=True)
-        ],
-        dtype=bool,
-    )
-
-
 def shared_tokens(encoded: Encoded, rows: Integers, places: Integers) -> Integers:
     """Return the tokens that rows begin with; none if they are too few."""
     rows = rows[encoded.lengths[rows] > 0]
@@ -137,9 +116,21 @@ def shared_tokens(encoded: Encoded, rows: Integers, places: Integers) -> Integer
     shorter = rows[lengths < lengths.max(initial=0)]
     rows = shorter if len(shorter) >= MIN_ROWS else rows
     if len(rows) < MIN_ROWS:
-        return NO_TOKENS
+        return _NO_TOKENS
     shared = _common(encoded, rows, int(places[rows].min()))
-    return shared if len(shared) >= MIN_TOKENS else NO_TOKENS
+    return shared if len(shared) >= MIN_TOKENS else _NO_TOKENS
+
+
+def _begins_with(encoded: Encoded, places: Integers, tokens: Integers) -> npt.NDArray[np.bool_]:
+    """Return which rows begin with the tokens, before the token that is read, bool [rows]."""
+    count = len(tokens)
+    return np.array(
+        [
+            place >= count and np.array_equal(ids[:count], tokens)
+            for place, ids in zip(places.tolist(), encoded.inputs["input_ids"], strict=True)
+        ],
+        dtype=bool,
+    )
 
 
 def _common(encoded: Encoded, rows: Integers, count: int) -> Integers:

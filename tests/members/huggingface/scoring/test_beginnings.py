@@ -311,6 +311,25 @@ def test_a_chunk_that_shares_is_not_left_before_its_end(tmp_path: Path) -> None:
     assert not is_left("{{ 'or ' * 60 if text == 'other' else '" + EXAMPLES + "' }} {{ text }}")
 
 
+def test_what_is_left_of_a_chunk_has_the_same_numbers(tmp_path: Path) -> None:
+    """Rows of which copies are left must not share what the whole chunk did not."""
+    folder = make_checkpoint(tmp_path / "model", "llama", LABELS)
+    texts = ["large " * 60, "group " * 55, *[f"{EXAMPLES} food"] * 5, f"{EXAMPLES} plants"]
+    made = member(tmp_path, folder, {"text": texts}, prompt_template="{{ text }}", batch_size=1)
+    whole = predict(made, len(texts))
+    begun = predict(made, len(texts), lambda rows, *_: rows < 2)
+    assert begun.is_partial
+    rest = np.flatnonzero(np.isnan(begun.values).any(axis=1))
+    begun.values[rest] = made.predict(rest, lambda *_: None).values
+    np.testing.assert_array_equal(begun.values, whole.values)
+
+
+def test_a_chunk_of_choices_is_not_left_before_its_end(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama", ["score"])
+    made = choice_member(tmp_path, folder, prompt_template="{{ answers }} {{ text }}", batch_size=2)
+    assert not predict(made, len(TEXTS), lambda *_: False).is_partial
+
+
 @pytest.mark.long
 def test_a_quantized_classifier_keeps_what_rows_begin_with(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
@@ -399,5 +418,9 @@ def test_groups_of_rows_begin_alike() -> None:
     places = lengths - 1
     places[0] = 40 + 50
     assert find_beginnings(encoded, places).skipped.tolist()[:4] == [40 + 48] * 4
+    # Copies are not computed.
+    first = np.array([0, 0, 0, 3, 4, 5, 6, 6, 8])
+    copied = replace(encoded, first=first)
+    assert find_beginnings(copied, lengths - 1).skipped[first].tolist() == [40] * 3 + [40 + 48] * 3 + [40] * 3
     without = find_beginnings(replace(encoded, groups=None), lengths - 1)
     assert without.skipped.tolist() == [40] * 9
