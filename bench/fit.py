@@ -37,13 +37,13 @@ def make_files(folder: Path, rows: int, members: int) -> None:
     ids = pa.array(np.arange(rows)).cast(pa.string())
     logits = random.normal(size=(rows, len(_LABELS))) * 2
     truth = (logits + random.gumbel(size=logits.shape)).argmax(axis=1)
-    write_csv(folder / "truth.csv", ["id", "label"], [ids, pa.array(_LABELS).take(pa.array(truth))])
+    write_csv(folder / "truth.csv", ["id", "label"], [[ids, pa.array(_LABELS).take(pa.array(truth))]])
     for number in range(members):
         scores = logits + random.normal(size=logits.shape) * (2 + 0.1 * number)
         shares = np.exp(scores - scores.max(axis=1, keepdims=True))
         shares /= shares.sum(axis=1, keepdims=True)
         columns = [pa.array(column) for column in shares.T]
-        write_csv(folder / f"m{number:02d}.csv", ["id", *_LABELS], [ids, *columns])
+        write_csv(folder / f"m{number:02d}.csv", ["id", *_LABELS], [[ids, *columns]])
 
 
 def measured(command: Sequence[str], folder: Path) -> tuple[float, float, float]:

@@ -44,18 +44,18 @@ def make_files(folder: Path, rows: int, members: int, labels: int) -> int:
     ids = pa.array(random.permutation(rows) * 1571 + 10_000_000).cast(pa.string())
     names = label_names(labels)
     truth = pa.array(names).take(pa.array(random.integers(0, labels, rows)))
-    write_csv(folder / "table.csv", ["id", "text", "label"], [ids, ids, truth])
+    write_csv(folder / "table.csv", ["id", "text", "label"], [[ids, ids, truth]])
     samples = {"sample.csv": ids, "sample_in_another_order.csv": ids.take(random.permutation(rows))}
     for name, column in samples.items():
         cells = [column, *[pa.array(np.full(rows, 1 / labels))] * labels]
-        write_csv(folder / name, ["id", *names], cells)
+        write_csv(folder / name, ["id", *names], [cells])
     _make_checkpoint(folder / "checkpoint", names)
     runs = {name: _prepared_run(folder, name, members, names) for name in ("ours", *_FULL)}
     written = 0  # bytes
     for index, name in enumerate(member_names(members)):
         values = random.dirichlet(np.ones(labels), rows)
         first = next(iter(runs.values()))[1].predictions(name)
-        write_csv(first, ["id", *names], [ids, *(pa.array(column) for column in values.T)])
+        write_csv(first, ["id", *names], [[ids, *(pa.array(column) for column in values.T)]])
         del values
         written += first.stat().st_size
         for prepared, rundir in runs.values():

@@ -137,10 +137,8 @@ def merge_files(
         raise OutputError(cannot_write(str(target), target.parent, error)) from error
     with atomic_path(target) as temporary:
         names, cells = [config.data.id_column, *config.labels], [ids, *map(pa.array, merged.T)]
-        if is_csv:
-            write_csv(temporary, names, cells)
-        else:
-            write_parquet(temporary, names, [cells])
+        write = write_csv if is_csv else write_parquet
+        write(temporary, names, [cells])
     return Merged(
         path=output,
         remarks=tuple(remarks),

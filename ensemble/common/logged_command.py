@@ -42,7 +42,7 @@ from ensemble.common.python_process import (
 from ensemble.common.redact import Redactor
 from ensemble.common.text import gib, nearest, shown_path
 
-_POLL_SECONDS = 0.25
+_POLL_SECONDS = 0.1
 _READ_BYTES = 1 << 16
 # An unfinished line is written when nothing has come for so long: a secret might be cut in two otherwise.
 _QUIET_SECONDS = 1.0
@@ -94,11 +94,12 @@ class LoggedCommand:
     environment: Mapping[str, str | None]
     settings: object
 
-    def run(self, report: Callable[..., object]) -> None:
+    def run(self, report: Callable[..., object], is_stopped: Callable[[], bool] = lambda: False) -> bool:
         """Run it until it has ended well, and report its signs of life; what it has started is killed then.
 
         Args:
             report: gets rows, of which none are known, tokens and padded tokens (``members.predictor.Report``).
+            is_stopped: once it returns True, the command is killed, and False is returned.
 
         Raises:
             CommandFailed: it has ended with an exit code other than 0, or was killed.
@@ -106,15 +107,20 @@ class LoggedCommand:
         """
         running = self.start()
         seen = None
-        while running.is_alive():
-            signs = running.signs_of_life()
-            if signs != seen:
-                seen = signs
-                done = self.progress()
-                report(0, done.tokens, done.padded_tokens)
-            time.sleep(_POLL_SECONDS)
-        running.end()
+        try:
+            while running.is_alive():
+                if is_stopped():
+                    return False
+                signs = running.signs_of_life()
+                if signs != seen:
+                    seen = signs
+                    done = self.progress()
+                    report(0, done.tokens, done.padded_tokens)
+                time.sleep(_POLL_SECONDS)
+        finally:
+            running.end()
         running.demand_success()
+        return True
 
     def start(self) -> RunningCommand:
         """Start it, in a folder ``out`` that holds nothing but what it resumes from."""
@@ -206,10 +212,8 @@ class RunningCommand:
             how = f"its command was killed by signal {-code} ({names.get(-code, 'unknown')})"
         if has_host_killed:
             how += ", probably by the kernel because the host ran out of memory (RAM, not the GPU's)"
-        text = f"{how}; its log is {self._command.log}"
         last = self.last_words()
-        if last:
-            text += f", with the last words: {last}"
+        text = f"{how}, with the last words: {last}" if last else how
         free = free_bytes(out)
         if free is not None and free < _FULL_BYTES:
             text += f"; the disk is full: {gib(free)} are free for {shown_path(out)}"

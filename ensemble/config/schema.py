@@ -31,6 +31,7 @@ from ensemble.config.values import (
     AnyWeight,
     Column,
     Columns,
+    CommandWords,
     Count,
     DeviceList,
     Devices,
@@ -233,10 +234,6 @@ MAX_FOLDS: Final = 1000
 PLACEHOLDERS: Final = ("train", "fold", "out")
 
 Folds = Annotated[int, Ge(2), Le(MAX_FOLDS), MustBe(f"a whole number from 2 to {MAX_FOLDS}")]
-Command = Annotated[
-    tuple[Text, ...],
-    MustBe('a list of a program and its arguments, such as [python, train.py, --train, "{train}"]', list),
-]
 
 
 def _to_be_trained(settings: dict[str, Any]) -> dict[str, Any]:
@@ -332,7 +329,7 @@ class TrainConfig(StrictConfig):
 
     # A program, run once for each fold; {train} is the file of the rows to train on, {fold} the number of the fold
     # that is held out (-1: none), {out} the folder that gets the checkpoint or adapter.
-    command: Command | None = Field(
+    command: CommandWords | None = Field(
         default=None, examples=['[python, train.py, --train, "{train}", --fold, "{fold}", --out, "{out}"]']
     )
     num_gpus: Devices | None = None  # for each training; 0: the CPU; None: one if there is any GPU

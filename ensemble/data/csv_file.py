@@ -21,14 +21,13 @@ import pyarrow.csv as pa_csv
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import error_text, plural, quoted
-from ensemble.data.file_rows import FileRows, as_text, is_gzipped, open_output
+from ensemble.data.file_rows import FileRows, is_gzipped, open_output
 from ensemble.data.input_file import (
     Contents,
     Wanted,
     cell_texts,
     check_names,
     delimiter,
-    is_json_field,
     is_text,
     joined_text,
     missing_column,
@@ -297,37 +296,28 @@ def text_as_numbers(
     return np.asarray(numbers.to_numpy()), ~np.asarray(is_number)
 
 
-def write_csv(path: Path, header: Sequence[str], columns: Sequence[pa.Array | pa.ChunkedArray]) -> None:
-    """Write a CSV file in place: UTF-8, commas, ``\\n`` line ends, quotes only if they are needed.
+def write_csv(
+    path: Path, header: Sequence[str], blocks: Iterable[Iterable[pa.Array | pa.ChunkedArray]]
+) -> None:
+    """Write a CSV file in place, of columns in blocks: UTF-8, commas, ``\\n`` line ends, quotes only where needed.
 
     Text is written as it is, numbers in the shortest form that reads back as the same number, nulls as nothing.
     """
     with path.open("wb") as stream:
-        _write_lines(stream, pa.Table.from_arrays(list(columns), names=list(header)), ",")
-
-
-def write_csv_batches(path: Path, header: Sequence[str], batches: Iterable[pa.RecordBatch]) -> None:
-    """Write a CSV file as ``write_csv`` does, of cells of any type but bytes; JSON is written as its text."""
-    with path.open("wb") as stream:
         stream.write(header_line(header))
-        for batch in batches:
-            columns = [
-                pa.array([cell and as_text(cell) for cell in cells.to_pylist()], pa.large_string())
-                if is_json_field(field)
-                else cell_texts(cells)
-                for field, cells in zip(batch.schema, batch.columns, strict=True)
-            ]
-            stream.write(csv_lines([csv_cells(cells) for cells in columns]))
+        for columns in blocks:
+            _write_lines(stream, pa.Table.from_arrays(list(columns), names=list(header)), ",")
 
 
 def copy_csv_rows(source: Path, rows: FileRows, path: Path) -> None:
     """Write rows of a CSV file with all of its cells, separated and gzipped as it is; see ``FileRows``."""
     with open_output(path, gzipped=is_gzipped(source)) as stream:
-        _write_lines(stream, rows.joined_to(read_text_csv(source)), delimiter(source))
+        table, separator = rows.joined_to(read_text_csv(source)), delimiter(source)
+        stream.write(header_line(table.column_names, separator))
+        _write_lines(stream, table, separator)
 
 
 def _write_lines(stream: BinaryIO, table: pa.Table, separator: str) -> None:
-    stream.write(header_line(table.column_names, separator))
     for batch in table.to_batches(max_chunksize=_WRITE_ROWS):
         stream.write(csv_lines([csv_cells(column) for column in batch.columns], separator))
 
@@ -341,8 +331,7 @@ def csv_cells(column: pa.Array) -> pa.Array:
     """Return a column's values as text for a CSV file; nulls become empty."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    cells = column if is_text(column.type) else pc.cast(column, pa.string())
-    return pc.fill_null(cells, "")
+    return pc.fill_null(cell_texts(column), "")
 
 
 def csv_lines(cells: Sequence[pa.Array], separator: str = ",") -> bytes | pa.Buffer:

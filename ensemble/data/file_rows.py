@@ -78,7 +78,7 @@ def as_in(path: Path, cells: pa.ChunkedArray, source: pa.Field, target: pa.Field
         if shall_be_json and not is_json:
             return _converted(cells, _as_json, target.type)
         if is_json and not shall_be_json:
-            return _converted(cells, as_text if is_text(target.type) else json.loads, target.type)
+            return _converted(cells, _as_text if is_text(target.type) else json.loads, target.type)
         if is_text(target.type):
             return pc.cast(column_texts(cells), target.type)
         if is_text(source.type):  # CSV files have no other nulls
@@ -107,7 +107,7 @@ def _as_json(text: str) -> str:
     return text
 
 
-def as_text(cell: str) -> str:
+def _as_text(cell: str) -> str:
     """Return a JSON string's text, and any other JSON as it is."""
     value = json.loads(cell)
     return value if isinstance(value, str) else cell

@@ -6,7 +6,7 @@ are limited. The checks of all formats are in ``table.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from ensemble.common.errors import DataError
 from ensemble.common.files import PARQUET_EXTENSIONS
-from ensemble.data.csv_file import copy_csv_rows, read_csv, read_header, write_csv_batches
+from ensemble.data.csv_file import copy_csv_rows, read_csv, read_header, write_csv
 from ensemble.data.file_rows import FileRows
-from ensemble.data.input_file import Contents, Wanted, delimiter, refuse_url, without_pandas_index
+from ensemble.data.input_file import Contents, Wanted, delimiter, refuse_url
 from ensemble.data.jsonl import copy_jsonl_rows, read_jsonl, write_jsonl
 from ensemble.data.parquet import copy_parquet_rows, read_parquet, write_parquet
 
@@ -45,20 +45,11 @@ class Format:
         return ", ".join(self.extensions) + (" (each also with .gz)" if self.gzipped else "")
 
 
-_CSV = Format(
-    read_csv,
-    (".csv", ".tsv"),
-    gzipped=True,
-    header=read_header,
-    copy_rows=copy_csv_rows,
-    write=write_csv_batches,
-)
+_CSV = Format(read_csv, (".csv", ".tsv"), True, read_header, copy_csv_rows, write_csv)
 FORMATS = (
     _CSV,
     Format(read_parquet, PARQUET_EXTENSIONS, copy_rows=copy_parquet_rows, write=write_parquet),
-    Format(
-        read_jsonl, (".jsonl", ".ndjson", ".json"), gzipped=True, copy_rows=copy_jsonl_rows, write=write_jsonl
-    ),
+    Format(read_jsonl, (".jsonl", ".ndjson", ".json"), True, None, copy_jsonl_rows, write_jsonl),
 )
 
 
@@ -111,22 +102,12 @@ def format_of_predictions(path: Path) -> Format:
     return known_format(path) or _CSV
 
 
-def column_names(path: Path) -> tuple[str, ...]:
-    """Return the columns of predictions; in JSON lines these are the keys of the first line."""
+def column_names(path: Path, rows: int | None = 1) -> tuple[str, ...]:
+    """Return the columns of predictions; in JSON lines these are the keys of the first lines, None: of all."""
     file_format = format_of_predictions(path)
     if file_format.header is not None:
         return file_format.header(path)
-    return file_format.read(path, Wanted("", None, (), 1)).names
-
-
-def columns_of_rows(path: Path, but: Collection[str]) -> tuple[str, ...]:
-    """Return the columns of a table, of JSON lines the keys of all lines, without those named in ``but``."""
-    file_format = known_format(path)
-    if file_format is not None and file_format.header is not None:
-        names = file_format.header(path)
-    else:
-        names = read_contents(path, Wanted("", None, (), None)).names
-    return tuple(name for name in without_pandas_index(names) if name not in but)
+    return file_format.read(path, Wanted("", None, (), rows)).names
 
 
 def file_extension(path: Path) -> str:

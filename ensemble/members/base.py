@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from ensemble.common.errors import DataError
 from ensemble.config import DataConfig, MemberConfig
-from ensemble.data.formats import columns_of_rows
+from ensemble.data.formats import column_names
+from ensemble.data.input_file import without_pandas_index
 from ensemble.members.footprint import Capability, Footprint, MemoryEstimate
 from ensemble.members.questions import Question
 
@@ -139,7 +140,8 @@ class OutputColumns:
         """Return these columns with that of the ids; none: all of the table's but those of true labels."""
         if not columns:
             with contextlib.suppress(DataError):  # reading the table tells what is wrong with it
-                columns = columns_of_rows(self.table, self.truth)
+                names = without_pandas_index(column_names(self.table, rows=None))
+                columns = tuple(name for name in names if name not in self.truth)
         return columns if self.id_column in columns else (self.id_column, *columns)
 
 

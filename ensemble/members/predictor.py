@@ -87,11 +87,9 @@ class Task(ABC):
 
     What ``make_predictor`` and ``load`` read of ``CommonSpec.files`` is of the states named there: the worker
     checks them afterwards, and again before it keeps any prediction.
-
-    Attributes:
-        is_stopped: returns whether the run is stopped, during a step of minutes; a ``Report`` is a sign of life.
     """
 
+    # Returns whether the run is stopped, for steps of minutes; asking is no sign of life.
     is_stopped: Callable[[], bool] = staticmethod(lambda: False)
 
     @abstractmethod

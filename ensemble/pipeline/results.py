@@ -142,7 +142,7 @@ class ResultWriter:
             ids, values = ids.filter(pa.array(is_present)), values[is_present]
         with atomic_path(self._rundir.predictions(work.name)) as temporary:
             names = [self._config.data.id_column, *self._labels]
-            write_csv(temporary, names, [ids, *map(pa.array, values.T)])
+            write_csv(temporary, names, [[ids, *map(pa.array, values.T)]])
             sha256 = file_sha256(temporary)
         work.is_done[:] = is_present
         write_manifest(self._rundir, work, sha256, computed)
@@ -205,7 +205,7 @@ class ResultWriter:
         table, submission, path = self._prepared.table, self._config.submission, self._rundir.submission
         with atomic_path(self._rundir.ensemble) as temporary:
             names = [self._config.data.id_column, *self._labels]
-            write_csv(temporary, names, [table.ids, *map(pa.array, all_values.T)])
+            write_csv(temporary, names, [[table.ids, *map(pa.array, all_values.T)]])
         self.results.files["ensemble"] = str(self._rundir.ensemble.absolute())
         sample = self._prepared.sample
         if submission is None or sample is None:

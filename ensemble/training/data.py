@@ -140,7 +140,7 @@ class TrainingData:
         """Write the id and the fold of each row of the training table as CSV."""
         ids = self.main.table.ids
         with atomic_path(path) as temporary:
-            write_csv(temporary, [ID_COLUMN, "fold"], [ids, pa.array(self.folds[: len(ids)])])
+            write_csv(temporary, [ID_COLUMN, "fold"], [[ids, pa.array(self.folds[: len(ids)])]])
 
     def write_for_trainer(self, path: Path, rows: Rows) -> None:
         """Write what our own trainer learns: an npz file of ``rows`` and of what is learned of each."""

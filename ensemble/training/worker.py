@@ -66,7 +66,9 @@ class Trainings(Runner):
             else:
                 command.run(report)
         except CommandFailed as failure:
-            raise (ChildProcessError if failure.was_killed else MemberError)(str(failure)) from None
+            raise (ChildProcessError if failure.was_killed else MemberError)(
+                f"{failure}; its log is {command.log}"
+            ) from None
         return command.progress()
 
 

@@ -58,7 +58,7 @@ def test_round_trip_of_awkward_cells_is_exact(tmp_path: Path, others: int) -> No
     path = tmp_path / "odd 'name', \"here\".csv"
     columns = [pa.array(AWKWARD), *[pa.array(AWKWARD[::-1])] * others]
     header = ['i"d, x', "text"][: 1 + others]
-    write_csv(path, header, columns)
+    write_csv(path, header, [columns])
     assert read_text_csv(path).to_pydict() == dict(zip(header, [AWKWARD, AWKWARD[::-1]], strict=False))
     with path.open(newline="", encoding="utf-8") as stream:
         assert list(csv.reader(stream)) == [
@@ -72,7 +72,7 @@ def test_round_trip_of_awkward_cells_is_exact(tmp_path: Path, others: int) -> No
 
 def test_quotes_only_where_needed(tmp_path: Path) -> None:
     path = tmp_path / "out.csv"
-    write_csv(path, ["id", "a,b"], [pa.array(["x y", "a,b", None]), pa.array([0.5, 1e-7, None])])
+    write_csv(path, ["id", "a,b"], [[pa.array(["x y", "a,b", None]), pa.array([0.5, 1e-7, None])]])
     assert path.read_bytes() == b'id,"a,b"\nx y,0.5\n"a,b",1e-7\n,\n'
 
 
@@ -82,7 +82,7 @@ def test_floats_survive(tmp_path: Path) -> None:
         [rng.random(10_000), 10.0 ** rng.uniform(-300, 300, 1_000), [0.0, 1.0, 5e-324, 1 / 3]]
     )
     path = tmp_path / "out.csv"
-    write_csv(path, ["p", "n"], [pa.array(values), pa.chunked_array([pa.array(range(len(values)))])])
+    write_csv(path, ["p", "n"], [[pa.array(values), pa.chunked_array([pa.array(range(len(values)))])]])
     with path.open(newline="") as stream:
         rows = list(csv.reader(stream))[1:]
     assert [float(row[0]) for row in rows] == values.tolist()
@@ -102,7 +102,7 @@ def test_writes_many_batches_chunks_slices_and_types(tmp_path: Path) -> None:
     ids = pa.array([f"id {i}" for i in range(rows + 7)]).slice(7)
     chunked = pa.chunked_array([ids.slice(0, 10), ids.slice(10, 60_000), ids.slice(60_010)])
     flags = pa.array(["yes", "no"] * (rows // 2)).dictionary_encode()
-    write_csv(path, ["a", "b", "c"], [chunked, ids.cast(pa.large_string()), flags])
+    write_csv(path, ["a", "b", "c"], [[chunked, ids.cast(pa.large_string()), flags]])
     frame = pd.read_csv(path, dtype=str)
     assert frame["a"].tolist() == frame["b"].tolist() == ids.to_pylist()
     assert frame["c"].tolist() == flags.to_pylist()
@@ -110,16 +110,16 @@ def test_writes_many_batches_chunks_slices_and_types(tmp_path: Path) -> None:
 
 def test_an_empty_table_is_a_header(tmp_path: Path) -> None:
     path = tmp_path / "out.csv"
-    write_csv(path, ["id", "x"], [pa.array([], pa.string()), pa.array([], pa.float64())])
+    write_csv(path, ["id", "x"], [[pa.array([], pa.string()), pa.array([], pa.float64())]])
     assert path.read_bytes() == b"id,x\n"
     assert read_text_csv(path).to_pydict() == {"id": [], "x": []}
 
 
 def test_columns_must_fit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Length of names"):
-        write_csv(tmp_path / "x.csv", ["a"], [pa.array(["1"]), pa.array(["2"])])
+        write_csv(tmp_path / "x.csv", ["a"], [[pa.array(["1"]), pa.array(["2"])]])
     with pytest.raises(ValueError, match="length"):
-        write_csv(tmp_path / "x.csv", ["a", "b"], [pa.array(["1"]), pa.array(["2", "3"])])
+        write_csv(tmp_path / "x.csv", ["a", "b"], [[pa.array(["1"]), pa.array(["2", "3"])]])
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,15 @@ VALUES = [[0.1, 0.2, 0.7], [0.3, 0.3, 0.4], [0.5, 0.25, 0.25], [1, 0, 0]]
 
 
 @pytest.fixture(autouse=True)
-def _as_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a command leaves running is found by this mark."""
+def _as_in_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """What a command leaves running is found by this mark, and what it prints goes to the worker's log."""
     monkeypatch.setenv(WORKER_MARK, secrets.token_hex(8))
+    before = os.dup(1)
+    with (tmp_path / "worker.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+    yield
+    os.dup2(before, 1)
+    os.close(before)
 
 
 def shell(script: str) -> list[str]:
@@ -158,14 +164,14 @@ def test_cells_of_other_types_in_a_csv_file_and_in_a_view_that_swaps(tmp_path: P
     swap = {"a": "b", "b": "a"}
     made = predictor(tmp_path, table, swap, command=words, format="csv")
     made.predict(np.array([0, 1]), lambda *counts: None)
-    assert kept.read_text() == 'id,a,b,c,d\n1,other,plain,"[1, ""x""]",1.5\n2,é,,,t\n'
+    assert kept.read_text() == 'id,a,b,c,d\n1,other,plain,"[1, ""x""]",1.5\n2,é,,,"""t"""\n'
 
 
 def test_bytes_need_parquet(tmp_path: Path) -> None:
     table = tmp_path / "test.parquet"
     pd.DataFrame({"id": ["r0"], "picture": [b"\xff"]}).to_parquet(table)
     made = predictor(tmp_path, table, command=prints(GOOD), format="csv")
-    with pytest.raises(MemberError, match=r"column 'picture' holds bytes.*set format: parquet"):
+    with pytest.raises(MemberError, match=r"column 'picture' holds bytes; set format: parquet"):
         made.predict(np.array([0]), lambda *counts: None)
 
 
@@ -177,19 +183,22 @@ def test_columns_of_other_names_and_rows_without_values(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "nothing": (shell("exit 0"), r"predictions.csv: no such file; let the command write to {out} a row for"),
+    "nothing": (shell("exit 0"), r"predictions.csv: no such file; let the command write the ids"),
     "empty": (shell(': > "$2"'), "the file is empty"),
     "lacks ids": (prints(GOOD[:-11]), r"1 id of {rows} missing \('r3'\); let the command write"),
     "other ids": (prints(f"{GOOD}r4,1,0,0\n"), r"1 id not in {rows} \('r4'\)"),
     "an id twice": (prints(f"{GOOD}r3,1,0,0\n"), r"1 id more than once \('r3'\); keep one row for each"),
     "lacks a label": (
         prints(GOOD.replace("tie", "Tie")),
-        r"no column of the label 'tie' \(did you mean 'Tie'.*out_columns:",
+        r"no column of the label 'tie' \(did you mean 'Tie'.*\\(out_columns maps others",
     ),
     "text": (prints(GOOD.replace("0.7", "high")), "row 1: 'high' in column 'tie' is no number"),
     "half an id": (prints(GOOD.replace("r3,1,0,0", "r3")), "1 broken row; row 4 has 1 cell instead of 4"),
     "no id column": (prints(GOOD.replace("id,", "key,")), "no id column 'id'"),
-    "exit code": (shell("echo so; echo long >&2; exit 3"), "exit code 3; its log is .*last words: so | long"),
+    "exit code": (
+        shell("echo so; echo long >&2; exit 3"),
+        r"ended with exit code 3, with the last words: so \| long$",
+    ),
     "no program": (["sh", "-c", 'exec ./nothing "$0" "$1"', "{rows}", "{out}"], "exit code 127"),
     "forks": (
         shell('(sleep 600; cp "$1" "$2") > /dev/null 2>&1 & exit 0'),
@@ -265,7 +274,7 @@ def test_a_broken_python_is_named(tmp_path: Path) -> None:
     python = tmp_path / "python3"
     python.write_text("#!/bin/sh\necho no encodings >&2\nexit 3\n")
     python.chmod(0o755)
-    with pytest.raises(CheckpointError, match=r"python3 does not tell what .*exit code 3: no encodings"):
+    with pytest.raises(CheckpointError, match=r"python3 does not tell what .*exit status 3. no encodings"):
         inspected(command=[str(python), "{rows}", "{out}"])
 
 

@@ -44,7 +44,7 @@ def ids() -> list[str]:
 def write(path: Path, ids: Sequence[str], values: Values, order: Sequence[int] | None = None) -> Path:
     rows = np.arange(len(ids)) if order is None else np.asarray(order)
     columns = [pa.array(column[rows]) for column in values.T]
-    write_csv(path, ["id", *LABELS], [pa.array(ids).take(pa.array(rows)), *columns])
+    write_csv(path, ["id", *LABELS], [[pa.array(ids).take(pa.array(rows)), *columns]])
     return path
 
 
@@ -205,7 +205,7 @@ def test_files_that_lack_rows(ids: list[str], tmp_path: Path) -> None:
     for name, rows in chosen.items():
         path = tmp_path / f"{name}.csv"
         columns = [pa.array(column[rows]) for column in values.T]
-        write_csv(path, ["id", *LABELS], [pa.array(ids).take(pa.array(rows)), *columns])
+        write_csv(path, ["id", *LABELS], [[pa.array(ids).take(pa.array(rows)), *columns]])
         expected = np.full_like(values, NAN)
         expected[rows] = values[rows]
         joined, left_out = read_predictions(path, "id", LABELS).join(table_ids, may_lack=True)

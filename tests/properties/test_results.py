@@ -28,7 +28,7 @@ def by_csv_module(path: Path) -> list[list[str]]:
 
 def write_predictions(path: Path, header: Sequence[str], ids: Sequence[str], values: np.ndarray) -> None:
     write_csv(
-        path, header, [pa.array(ids), *(pa.array(values[:, index]) for index in range(values.shape[1]))]
+        path, header, [[pa.array(ids), *(pa.array(values[:, index]) for index in range(values.shape[1]))]]
     )
 
 
@@ -128,7 +128,7 @@ def test_a_submission_is_the_sample_with_other_numbers(
 @given(drawn=st.lists(cells.text_cells | numbers.map(repr), min_size=1, max_size=5))
 def test_what_is_a_number_in_a_sample(folder: Path, drawn: list[str]) -> None:
     path = folder / "values.csv"
-    write_csv(path, ["id", "a"], [pa.array([f"{index}" for index in range(len(drawn))]), pa.array(drawn)])
+    write_csv(path, ["id", "a"], [[pa.array([f"{index}" for index in range(len(drawn))]), pa.array(drawn)]])
     sample = read_sample(path, "id", ["a"], {})
     expected = [number(cell) for cell in drawn]
     problems = sample.value_problems()

@@ -227,8 +227,8 @@ def test_an_edited_script_and_the_python_that_runs_it(trained: Trained) -> None:
 @pytest.mark.parametrize(
     ("mode", "message"),
     one_in(4, [
-        ("exit", "ended with exit code 3; its log is runs/first/training/logs/a/fold-1.log, "
-                 "with the last words: training fold 1 by None | no gradient | the loss is NaN"),
+        ("exit", "ended with exit code 3, with the last words: training fold 1 by None | no gradient | the loss "
+                 "is NaN; its log is runs/first/training/logs/a/fold-1.log"),
         ("nothing", "fold 1: its command ended well, but left neither a checkpoint nor an adapter in"),
         ("two", "(checkpoint-7, checkpoint-9), and it is unknown which is meant"),
         ("labels", "fold 1: "),

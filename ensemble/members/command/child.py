@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,23 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.common.errors import DataError, MemberError
-from ensemble.common.files import is_parquet, remove_folder
-from ensemble.common.logged_command import CommandFailed, LoggedCommand, OutOfMemory, with_values
+from ensemble.common.files import cannot_write, is_parquet, remove_folder
+from ensemble.common.logged_command import CommandFailed, LoggedCommand, with_values
 from ensemble.common.protocol import CommonSpec, Counters, Ready
 from ensemble.common.shards import CACHE_FOLDER
 from ensemble.common.text import quoted
-from ensemble.data.formats import known_format
+from ensemble.data.formats import format_of_predictions
 from ensemble.data.input_file import is_binary
 from ensemble.data.predictions_csv import read_predictions
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.predictor import Prediction, Predictor, Report
 
-_POLL_SECONDS = 0.1
 _CALL = "call-"  # how the name of a call's folder begins; behind it is the worker's process
 _ADVICE = (
-    "let the command write to {out} a row for each row of {rows}, with its id as it stands there and a column for "
-    "each label (out_columns: {COLUMN: LABEL} maps others)"
+    "let the command write the ids of {rows} to {out}, before it ends, with a column for each label (out_columns "
+    "maps others)"
 )
-_VALUES_ADVICE = (
-    "its command wrote that: let it write probabilities, or say with activation what the values are"
-)
+_VALUES_ADVICE = "let its command write probabilities, or say with activation what the values are"
 
 
 def import_libraries() -> Mapping[str, str]:
@@ -62,12 +58,11 @@ class CommandPredictor(Predictor):
         return Ready(device=self._device)
 
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
-        settings, places = self._settings, np.argsort(rows)
+        settings = self._settings
         rows_file = self._folder / f"rows.{settings['rows_format']}"
         out = self._folder / "out" / f"predictions.{settings['out_format']}"
         remove_folder(self._folder)
         self._folder.mkdir(parents=True)
-        values = np.full((len(rows), len(self._columns)), np.nan)
         words = [word["key"] + word["rest"] for word in settings["command"]]
         of_placeholders = {
             "rows": str(rows_file),
@@ -80,18 +75,15 @@ class CommandPredictor(Predictor):
         command = LoggedCommand(
             command=with_values(words, of_placeholders),
             out=out.parent,
-            log=self._log(),
+            log=Path("/proc/self/fd/1").readlink(),
             resumes=False,
             environment=settings["environment"],
             settings=settings,
         )
         try:
-            self._write(rows_file, rows[places])
-            is_done = self._run(command, report)
-            if is_done:
-                values[places] = self._read(out, rows[places])
-        except OutOfMemory as failure:
-            raise ChildProcessError(str(failure)) from None
+            self._write(rows_file, np.sort(rows))
+            is_done = command.run(report, self.is_stopped)
+            values = self._read(out, rows) if is_done else np.full((len(rows), len(self._columns)), np.nan)
         except CommandFailed as failure:
             raise (ChildProcessError if failure.was_killed else MemberError)(str(failure)) from None
         except DataError as error:
@@ -100,42 +92,21 @@ class CommandPredictor(Predictor):
         return Prediction(values, counters=Counters(batches=1), advice=_VALUES_ADVICE, is_partial=not is_done)
 
     def _write(self, path: Path, rows: npt.NDArray[np.int64]) -> None:
-        """Write the file of rows."""
-        file_format, columns = known_format(path), self._settings["columns"]
-        assert file_format is not None
-        assert file_format.write is not None
-        with_bytes = [name for name in columns if is_binary(self._table.schema.field(name).type)]
-        if with_bytes and not is_parquet(path):
-            raise MemberError(
-                f"column {quoted(with_bytes[0])} holds bytes, which a {path.suffix} file cannot hold; set format: "
-                "parquet, or name the other columns in columns"
-            )
-        file_format.write(path, columns, self._table.batches(rows, columns))
-
-    def _run(self, command: LoggedCommand, report: Report) -> bool:
-        """Run the command until it has ended well; False: the run is stopped, and the command was killed."""
-        running, seen = command.start(), None
+        columns, write = self._settings["columns"], format_of_predictions(path).write
+        assert write is not None
+        for name in columns:
+            if is_binary(self._table.schema.field(name).type) and not is_parquet(path):
+                raise MemberError(
+                    f"column {quoted(name)} holds bytes; set format: parquet, or columns without it"
+                )
         try:
-            while running.is_alive():
-                if self.is_stopped():
-                    return False
-                signs = running.signs_of_life()
-                if signs != seen:
-                    seen = signs
-                    report(0)
-                time.sleep(_POLL_SECONDS)
-        finally:
-            running.end()
-        running.demand_success()
-        return True
+            write(path, columns, self._table.batches(rows, columns))
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise MemberError(cannot_write("{rows}", path, error)) from None
 
     def _read(self, out: Path, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Return the values of the file that the command has left, [rows, labels]; raise DataError."""
         file = read_predictions(out, self._settings["id_column"], self._columns, may_lack=True)
         ids = pa.chunked_array([pa.array(self._table.ids(rows), pa.string())])
         return file.join(ids, table="{rows}")[0]
-
-    def _log(self) -> Path:
-        """Return the file of the worker's own output, or one in the folder of the call."""
-        log = Path("/proc/self/fd/1").resolve()
-        return log if log.is_file() else self._folder / "log"

@@ -35,11 +35,7 @@ def is_python(program: str) -> bool:
 
 
 def installed_for(program: str) -> Mapping[str, str]:
-    """Return the versions of "Python" and of each distribution that a Python would import, by name.
-
-    Raises:
-        CheckpointError: it does not run, or is too old to tell.
-    """
+    """Return the versions of "Python" and of what a Python would import, by name; raise CheckpointError."""
     key = (program, os.environ.get("PYTHONPATH"))
     states, versions = _answers.get(key, ({}, {}))
     if states and all(file_state(path) == state for path, state in states.items()):
@@ -47,24 +43,21 @@ def installed_for(program: str) -> Mapping[str, str]:
     environment = {**os.environ, **environment_of_commands()}
     try:
         done = subprocess.run(
-            [program, "-c", _QUESTION],
-            stdin=subprocess.DEVNULL,
+            [program, "-"],
+            input=_QUESTION.encode(),
             capture_output=True,
             timeout=_SECONDS,
+            check=True,
             env={name: value for name, value in environment.items() if value is not None},
         )
-        words = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        why = f"exit code {done.returncode}" + (f": {words[-1][:200]}" if words else "")
-        if not done.returncode:
-            python, found, folders = json.loads(done.stdout.splitlines()[-1])
-            found.pop(DISTRIBUTION, None)  # which a command does not import
-            versions = {"Python": python, **found}
-            _answers[key] = {path: file_state(path) for path in (program, *folders)}, versions
-            return versions
-    except subprocess.TimeoutExpired:
-        why = f"no answer within {_SECONDS:g} s"
-    except (OSError, ValueError, IndexError) as error:
-        why = str(error)
-    raise CheckpointError(
-        f"command: {program} does not tell what is installed for it ({why}); repair this Python, or name another"
-    )
+        python, found, folders = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        words = (getattr(error, "stderr", None) or b"").decode("utf-8", "replace").strip()[-200:]
+        raise CheckpointError(
+            f"command: {program} does not tell what is installed for it ({error} {words}); repair this Python, or "
+            "name another"
+        ) from None
+    found.pop(DISTRIBUTION, None)  # which a command does not import
+    versions = {"Python": python, **found}
+    _answers[key] = {path: file_state(path) for path in (program, *folders)}, versions
+    return versions

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -20,14 +20,13 @@ from ensemble.common.text import quoted, shown_path
 from ensemble.config import MemberConfig, ReaderConfig
 from ensemble.config.document import Problem
 from ensemble.config.values import (
+    CommandWords,
     Count,
     Devices,
     Files,
     LabelMap,
     MemorySize,
-    MustBe,
     TableColumns,
-    Text,
     same_label_problems,
 )
 from ensemble.data.formats import known_format
@@ -50,11 +49,6 @@ PLACEHOLDERS: Final = ("rows", "out", "device", "seed", "labels", "max_rows")
 _ROWS_OPTION = re.compile(r"--?(rows|input|in|test|data|table)([_-]?(path|file|csv))?")
 _OUT_OPTION = re.compile(r"--?(out|output|submission|predictions?|save)([_-]?(path|file|csv))?")
 
-Words = Annotated[
-    tuple[Text, ...],
-    MustBe('a list of a program and its arguments, such as [python, infer.py, "{rows}", "{out}"]', list),
-]
-
 
 class CommandSettings(ReaderConfig):
     """A program of your own, in any environment: it reads a file of rows, and writes a file of probabilities."""
@@ -62,7 +56,7 @@ class CommandSettings(ReaderConfig):
     task_type: Literal["command"] = "command"
     # A program and its arguments. {rows} is the file to read, {out} the file to write; {device} is cuda or cpu,
     # {seed} the run's, {labels} a JSON list of the labels, {max_rows} the number of rows in {rows}.
-    command: Words = Field(examples=['[python, infer.py, "{rows}", "{out}"]'])
+    command: CommandWords = Field(examples=['[python, infer.py, "{rows}", "{out}"]'])
     # Columns of {rows} beside the id; None: all of the table's but those of the true labels.
     columns: TableColumns | None = None
     format: Literal["csv", "parquet", "jsonl"] | None = None  # of {rows}; None: the table's, or else csv
@@ -79,11 +73,8 @@ class CommandSettings(ReaderConfig):
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "command": "cmd script run",
-        "columns": "column text_column input_columns features",
-        "out_columns": "label_map label_columns",
-        "activation": "problem_type",
-        "rows_per_call": "batch_size chunk_size rows",
-        "files": "depends_on dependencies artifacts",
+        "rows_per_call": "batch_size chunk_size",
+        "files": "depends_on",
         "num_gpus": "gpus n_gpus device devices",
         "gpu_memory": "max_memory gpu_memory_gb memory vram",
     }
@@ -177,13 +168,15 @@ class Command(MemberKind[CommandSettings, CommandInspection]):
         program = shutil.which(model.command[0], path=path_of_commands())
         problems = [f"command: {text}" for text in command_problems(model.command, PLACEHOLDERS)]
         problems += [f"files: {path}: no such file or folder" for path in model.files if not path.exists()]
-        script = Path(model.command[1])
-        if is_python(model.command[0]) and script.suffix == ".py" and not script.exists():
-            problems.append(
-                f"command: {script}: no such file; a relative path starts at the working directory"
-            )
+        problems += [
+            f"command: {word}: no such file; a relative path starts at the working directory"
+            for word in model.command[1:2]
+            if is_python(model.command[0]) and word.endswith(".py") and not Path(word).exists()
+        ]
         if problems or program is None:
             raise CheckpointError(problems)
+        of_table = known_format(columns.table)
+        rows_format = "csv" if of_table is None or of_table.write is None else of_table.extensions[0][1:]
         return CommandInspection(
             activation=model.activation,
             label_order=tuple(range(len(columns.labels))),
@@ -191,7 +184,7 @@ class Command(MemberKind[CommandSettings, CommandInspection]):
             warnings=(),
             id_column=columns.id_column,
             columns=columns.of_rows(model.columns or ()),
-            rows_format=model.format or _format_of(columns.table),
+            rows_format=model.format or rows_format,
             versions=installed_for(program) if is_python(program) else {},
         )
 
@@ -199,10 +192,7 @@ class Command(MemberKind[CommandSettings, CommandInspection]):
         listed_files = [path.absolute() for path in self.settings.files]
         for _, rest, _ in self.settings.words:
             if os.path.isdir(rest) and Path(rest).absolute() not in listed_files:  # noqa: PTH112
-                yield (
-                    f"command: a change of the files in {shown_path(Path(rest))} is not noticed; if numbers depend "
-                    "on them, list it in files"
-                )
+                yield f"command: changes in {shown_path(Path(rest))} go unnoticed unless files lists it"
 
     def fingerprint(self, inspected: CommandInspection, assigned: Assigned) -> Mapping[str, object]:
         model = self.settings
@@ -210,9 +200,7 @@ class Command(MemberKind[CommandSettings, CommandInspection]):
             "command": self._named_words(),
             "columns": inspected.columns,
             "format": inspected.rows_format,
-            "out_format": model.out_format,
-            "out_columns": model.out_columns,
-            "activation": model.activation,
+            **model.model_dump(include={"out_format", "out_columns", "activation"}),
             **{f"{name} of its Python": version for name, version in inspected.versions.items()},
         }
 
@@ -232,8 +220,7 @@ class Command(MemberKind[CommandSettings, CommandInspection]):
             "command": [{"key": key, "rest": rest} for key, rest, _ in model.words],
             "columns": list(inspected.columns),
             "rows_format": inspected.rows_format,
-            "out_format": model.out_format,
-            "out_columns": model.out_columns,
+            **model.model_dump(include={"out_format", "out_columns"}),
             "id_column": inspected.id_column,
             "environment": environment_of_commands(),
         }
@@ -244,11 +231,3 @@ class Command(MemberKind[CommandSettings, CommandInspection]):
             key + (Path(rest).name if is_file else rest) for key, rest, is_file in self.settings.words
         )
         return ["python" if is_python(program) else program, *words]
-
-
-def _format_of(table: Path) -> str:
-    """Return the format of a table's file, or CSV if that cannot be written."""
-    others = (
-        name for name in ("parquet", "jsonl") if known_format(Path(f"rows.{name}")) is known_format(table)
-    )
-    return next(others, "csv")

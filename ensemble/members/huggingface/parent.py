@@ -298,11 +298,10 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             or weights_digest(folder, model.model_kwargs, model.trust_remote_code, files)
         ]
         weights += self._adapter_digests(model.adapter, files)
-        others = {
-            f"checkpoints.average[{number}]": weights_digest(Path(name), {}, model.trust_remote_code, files)
-            for number, name in enumerate(model.averaged[1:], 1)
-        }
-        return {"weights": digest_of(weights), **others}
+        weights += [
+            weights_digest(Path(name), {}, model.trust_remote_code, files) for name in model.averaged[1:]
+        ]
+        return {"weights": digest_of(weights)}
 
     def _adapter_digests(self, adapter: AdapterSource | None, files: FileDigests) -> list[str]:
         digests = []

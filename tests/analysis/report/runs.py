@@ -52,15 +52,15 @@ def make_run(
             lengths.clip(1, 2_000) - 1, [("word " * size)[:size] for size in range(1, 2_001)]
         ).cast(pa.string())
     truth = chooser.integers(0, 3, rows)
-    write_csv(table, ["id", "text", "label"], [ids, texts, pa.array(np.array(labels)[truth])])
+    write_csv(table, ["id", "text", "label"], [[ids, texts, pa.array(np.array(labels)[truth])]])
     hint = np.eye(3)[truth]
     merged = np.zeros((rows, 3))
     for place, name in enumerate(names):
         values = np.exp(chooser.normal(size=(rows, 3)) + hint * (1.0 + 0.2 * place))
         values /= values.sum(axis=1, keepdims=True)
         merged += values / len(names)
-        write_csv(rundir.predictions(name), ["id", *labels], [ids, *map(pa.array, values.T)])
-    write_csv(rundir.ensemble, ["id", *labels], [ids, *map(pa.array, merged.T)])
+        write_csv(rundir.predictions(name), ["id", *labels], [[ids, *map(pa.array, values.T)]])
+    write_csv(rundir.ensemble, ["id", *labels], [[ids, *map(pa.array, merged.T)]])
     message = EVIL[0] if is_evil else "CUDA error: an illegal memory access was encountered"
     made = report(
         *(_member(place, name, rows, message) for place, name in enumerate(names)),

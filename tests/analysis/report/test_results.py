@@ -64,18 +64,18 @@ class Made:
         elif truth is not None:
             columns |= dict(zip(labels, map(pa.array, truth.T), strict=True))
             data["label_columns"] = labels
-        write_csv(self.table, [*columns], [*columns.values()])
+        write_csv(self.table, [*columns], [[*columns.values()]])
         for name, values in members.items():
             there = np.isfinite(values[:, 0])
             cells = [ids.filter(pa.array(there)), *(pa.array(column) for column in values[there].T)]
-            write_csv(self.rundir.predictions(name), ["id", *labels], cells)
+            write_csv(self.rundir.predictions(name), ["id", *labels], [cells])
         if merged is None:
             known = np.stack([np.nan_to_num(values) for values in members.values()])
             counted = np.array([shares[name] for name in members])[:, None] * [
                 np.isfinite(values[:, 0]) for values in members.values()
             ]
             merged = np.einsum("mr,mrl->rl", counted / counted.sum(axis=0), known)
-        write_csv(self.rundir.ensemble, ["id", *labels], [ids, *map(pa.array, merged.T)])
+        write_csv(self.rundir.ensemble, ["id", *labels], [[ids, *map(pa.array, merged.T)]])
         config = {
             "data": data,
             "labels": labels,

@@ -299,7 +299,7 @@ def test_a_server_of_its_own_that_dies_is_started_again(project: Project, tmp_pa
         (
             [sys.executable, "-c", "import sys; sys.exit('no model here')", "{port}"],
             {},
-            "exit code 1; its log is",
+            "exit code 1, with the last words",
         ),
         (
             [sys.executable, "-c", "print('all done')", "{port}"],

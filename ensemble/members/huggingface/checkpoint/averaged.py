@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ensemble.common.digests import digest_of
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import read_json
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
-from ensemble.members.huggingface.checkpoint.tokenizer_files import VOCABULARIES
 from ensemble.members.huggingface.checkpoint.weight_files import loaded_files, read_tensors, weight_problems
 
-# Keys that change nothing that a trained model computes; those of dropout do not either.
-_WITHOUT_EFFECT = "_name_or_path transformers_version dtype torch_dtype use_cache label2id".split()
+# Keys that change nothing that a trained model computes; those of dropout do not either.  Calls leave their
+# truncation and padding in tokenizer.json.
+_WITHOUT_EFFECT = (
+    "_name_or_path transformers_version dtype torch_dtype use_cache label2id truncation padding".split()
+)
 _TENSOR, _MISSING = "tensor ", "missing"
 
 
@@ -54,14 +55,8 @@ def _parts(name: str) -> dict[str, object]:
         raise CheckpointError(problems)
     parts: dict[str, object] = {
         f"{key} of {file}": value
-        for file in ("config.json", "preprocessor_config.json")
+        for file in ("config.json", "preprocessor_config.json", "tokenizer.json")
         for key, value in read_json(folder / file).items()
         if key not in _WITHOUT_EFFECT and "drop" not in key
     }
-    vocabularies = {path for pattern in VOCABULARIES for path in folder.glob(pattern)}
-    if vocabularies:
-        # Calls leave their truncation and padding in this file.
-        rules = {**read_json(folder / "tokenizer.json"), "truncation": None, "padding": None}
-        others = [path.read_bytes().hex() for path in sorted(vocabularies) if path.name != "tokenizer.json"]
-        parts["the tokenizer's digest"] = digest_of([rules, others])[:16]
     return parts | {f"{_TENSOR}{tensor.name}": list(tensor.shape) for tensor in read_tensors(folder) or ()}

@@ -79,7 +79,7 @@ def test_another_tokenizer(folds: list[Path], tmp_path: Path) -> None:
     other = shutil.copytree(folds[1], tmp_path / "other")
     edit(other / "tokenizer.json", lambda rules: rules["model"]["vocab"].popitem())
     (problem,) = problems(*folds, other)
-    assert "checkpoints.average: the tokenizer's digest is " in problem
+    assert "checkpoints.average: model of tokenizer.json is " in problem
     assert f" in {folds[0]} and " in problem
 
 
