@@ -171,14 +171,16 @@ class RunningCommand:
     def end(self, grace_seconds: float = 0.0) -> None:
         """Kill the command, and all that it has started and left running.
 
-        Args:
-            grace_seconds: how long the command has to end by itself, after a SIGTERM; 0: there is none.
+        With ``grace_seconds`` the command gets a SIGTERM before, and all have that time to clean up and end.
         """
+        give_up = time.monotonic() + grace_seconds
         if grace_seconds:
             self._process.send_signal(signal.SIGUSR1)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace_seconds)
-        with contextlib.suppress(OSError):  # what has no mark, and is in the command's group
+        with contextlib.suppress(OSError):  # nothing is left of the command's group, where some have no mark
+            while time.monotonic() < give_up:
+                self._process.poll()
+                os.killpg(self._process.pid, 0)
+                time.sleep(_POLL_SECONDS)
             os.killpg(self._process.pid, signal.SIGKILL)
         mark = os.environ.get(WORKER_MARK)
         if mark is not None:
@@ -187,9 +189,8 @@ class RunningCommand:
 
     def demand_success(self) -> None:
         """Raise ``CommandFailed`` or ``OutOfMemory`` unless the command has ended well."""
-        code = self._process.wait()
-        if code:
-            raise self._failure(code, oom_kills() > self._kills_before)
+        if self._process.wait():
+            raise self.failure()
 
     def signs_of_life(self) -> object:
         """Return what changes when the command prints something, or writes into its folder."""
@@ -200,7 +201,9 @@ class RunningCommand:
         state = file_state(self._command.log)
         return 0 if state is None else state[0]
 
-    def _failure(self, code: int, has_host_killed: bool) -> CommandFailed:
+    def failure(self) -> CommandFailed:
+        """Return how the command has ended, which it should not have."""
+        code, has_host_killed = self._process.wait(), oom_kills() > self._kills_before
         out = self._command.out
         problem = read_json(out / "problem.json")
         if isinstance(problem.get("text"), str):

@@ -70,10 +70,7 @@ def die_with_parent(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> Non
 
 
 def end_marked(mark: str, spared: Collection[int] = ()) -> None:
-    """Kill the processes with this value of ``WORKER_MARK``, in whatever session they are, and groups they lead.
-
-    Processes that write over their environment, as vLLM's do for a title, are found by their group alone.
-    """
+    """Kill processes with this value of ``WORKER_MARK`` in any session, and the groups that they lead."""
     entry = f"{WORKER_MARK}={mark}".encode()
     for _ in range(_LOOKS):
         marked = []

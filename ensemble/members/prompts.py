@@ -3,14 +3,13 @@
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, StringConstraints
 
 from ensemble.common.text import listed
 from ensemble.config.document import Problem, place
-from ensemble.config.schema import ViewConfig
-from ensemble.config.values import MustBe, Text, as_label, foreign_label
+from ensemble.config.values import MustBe, as_label, foreign_label
 
 # Behind these a word has a space before it.
 _BEFORE_SPACE = ":;,.?!"
@@ -20,18 +19,6 @@ Verbalizer = Annotated[
     str, BeforeValidator(as_label), StringConstraints(min_length=1), MustBe("text, and not empty")
 ]
 LabelTokens = Annotated[dict[str, Verbalizer], MustBe("a mapping of labels to texts", dict)]
-
-
-class PromptView(ViewConfig):
-    """A view of each row for a member that reads a prompt: with other columns or another template."""
-
-    prompt_template: Text | None = None  # instead of the member's own prompt_template or text_column
-
-    @property
-    def changes(self) -> dict[str, Any]:
-        if self.prompt_template is None:
-            return {}
-        return {"prompt_template": self.prompt_template, "text_column": None}
 
 
 def broken_label_tokens(label_tokens: Mapping[str, str], labels: Sequence[str]) -> Iterator[Problem]:

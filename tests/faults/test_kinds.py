@@ -128,7 +128,7 @@ def endpoint(folder: Path) -> dict[str, Any]:
     return {
         "server": {"command": [*STUB, "--port", "{port}", str(folder / "toy")]},
         "model": "tiny",
-        "text_column": "text",
+        "prompt_template": "{{ text }}",
         "label_tokens": {"winner_a": "plants", "winner_b": "food", "tie": "animal"},
         "top_logprobs": 5,
         "max_concurrency": 1,

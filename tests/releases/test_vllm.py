@@ -112,7 +112,10 @@ def test_a_classifier(project: Project) -> None:
         project,
         {
             **{"name": "served", "task_type": "endpoint", "model": "tiny", "api": "classify"},
-            **{"server": server(checkpoint, "float32", "--runner", "pooling"), "text_column": "text"},
+            **{
+                "server": server(checkpoint, "float32", "--runner", "pooling"),
+                "prompt_template": "{{ text }}",
+            },
             "label_map": {label: label for label in labels},
         },
         {"name": "here", "model_name_or_path": str(checkpoint), "text_column": "text", "dtype": "float32"},

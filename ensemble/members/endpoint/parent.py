@@ -2,7 +2,6 @@
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,16 +9,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from ensemble.common.digests import FileDigests
+from ensemble.common.logged_command import command_problems
 from ensemble.common.packages import installed_versions
-from ensemble.common.python_process import environment_of_commands, path_of_commands
+from ensemble.common.python_process import environment_of_commands
 from ensemble.config import MemberConfig, ReaderConfig, StrictConfig
 from ensemble.config.document import Problem
 from ensemble.config.values import (
-    Column,
     Count,
     Devices,
     LabelMap,
-    MemorySize,
     MustBe,
     Settings,
     Text,
@@ -28,15 +26,12 @@ from ensemble.config.values import (
 )
 from ensemble.members.base import Assigned, Inspection, MemberKind, OutputColumns, Reads, ResourceRequest
 from ensemble.members.huggingface.checkpoint.hub import how_to_install
-from ensemble.members.prompts import LabelTokens, PromptView, broken_label_tokens, space_warnings
+from ensemble.members.prompts import LabelTokens, broken_label_tokens, space_warnings
 
 # Rows of a chunk for each request at a time, so that the wait for a chunk's last rows costs little.
 _ROUNDS_OF_CHUNK = 16
 # Keys on which predictions depend. Where the server listens, and how often it is asked at a time, changes none.
-_KEYS = set(
-    "model api prompt_template text_column label_tokens length_normalize system_instruction label_map "
-    "extra_body".split()
-)
+_KEYS = set("model api prompt_template label_tokens length_normalize label_map extra_body".split())
 
 Url = Annotated[
     str,
@@ -44,7 +39,6 @@ Url = Annotated[
     MustBe("the address of an API, such as http://localhost:8000/v1"),
 ]
 ServerCommand = Annotated[tuple[Text, ...], MustBe("a list of a program and its arguments", list)]
-Views = Annotated[tuple[PromptView, ...], MustBe("a list of views", list)]
 
 
 class ServerConfig(StrictConfig):
@@ -58,8 +52,6 @@ class ServerConfig(StrictConfig):
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         if not any("{port}" in word for word in self.command):
             yield ("command",), "does not say {port}, which stands for the port to listen on; pass it on"
-        if not self.ready.startswith("/"):
-            yield ("ready",), "must be a path that begins with /, such as /health"
 
 
 class EndpointSettings(ReaderConfig):
@@ -73,15 +65,15 @@ class EndpointSettings(ReaderConfig):
     # completions: the label's text follows the prompt; chat: the prompt is the user's message, and the label begins
     # the answer; classify: a classifier in vLLM, which gives a probability for each label.
     api: Literal["completions", "chat", "classify"] = "completions"
-    prompt_template: Text | None = None  # prompt as a Jinja template over the row's columns
-    text_column: Column | None = None  # or the column with the prompt
+    prompt_template: Text = Field(
+        examples=['"{{ text }}"']
+    )  # prompt as a Jinja template over the row's columns
     # The text of each label that follows the prompt, with the space before it where there is one.
     label_tokens: LabelTokens = Field(default_factory=dict, examples=["{pos: ' good', neg: ' bad'}"])
     # What a text's log-probability is divided by: nothing, its number of tokens, or its length in UTF-8 bytes.
     length_normalize: Literal["none", "tokens", "bytes"] = "none"
     # Of classify: the server's label -> the config's, in the server's order.
     label_map: LabelMap = Field(default_factory=dict)
-    system_instruction: Text | None = None  # the system's message; needs api: chat
     top_logprobs: Count = 20  # likeliest tokens to ask for, where the server does not take the labels' tokens
     # Further fields of each request, such as {chat_template_kwargs: {enable_thinking: false}}.
     extra_body: Settings = Field(default_factory=dict)
@@ -89,20 +81,10 @@ class EndpointSettings(ReaderConfig):
     max_concurrency: Count = 16  # requests at a time, of each replica
     timeout: TimeLimit = 300.0  # for each request
     num_gpus: Devices = 0  # of the server, for each replica; 0: the CPU
-    # Memory that the server takes of each of its GPUs, such as 20GiB; None: it has its GPUs to itself.
-    gpu_memory: MemorySize | None = None
     replicas: Count = 1  # workers that share the rows, each with a server of its own
-    views: Views | None = None  # ways in which it reads each row; left out: every row once, as it is
 
-    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("prompt_template", "text_column"),
-        ("url", "server"),
-    )
-    older_keys: ClassVar[Mapping[str, str]] = {
-        "url": "base_url api_base endpoint host",
-        "model": "model_name_or_path model_name",
-        "max_concurrency": "concurrency batch_size",
-    }
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("url", "server"),)
+    older_keys: ClassVar[Mapping[str, str]] = {"url": "base_url", "model": "model_name_or_path"}
 
     @property
     def label_behind_prompt(self) -> str:
@@ -114,12 +96,6 @@ class EndpointSettings(ReaderConfig):
             yield (), "give one of url (a server that runs already) and server (one that the member starts)"
         if self.server is None and self.num_gpus:
             yield ("num_gpus",), "a server at a url has its own devices; drop this, or start it with server"
-        if self.gpu_memory is not None and self.num_gpus == 0:
-            yield ("gpu_memory",), "without num_gpus it runs on the CPU; set num_gpus: 1, or leave this out"
-        if (self.prompt_template is None) == (self.text_column is None):
-            yield (), "give one of prompt_template and text_column, for example text_column: text"
-        if self.system_instruction is not None and self.api != "chat":
-            yield ("system_instruction",), "needs api: chat"
         if self.api == "classify":
             if self.label_tokens:
                 yield ("label_tokens",), "a classifier has no label texts; drop this, or choose another api"
@@ -144,45 +120,41 @@ class Endpoint(MemberKind[EndpointSettings, Inspection]):
             num_gpus=model.num_gpus,
             replicas=model.replicas,
             chunk_rows=_ROUNDS_OF_CHUNK * model.max_concurrency,
-            gpu_memory=model.gpu_memory or "all",
+            gpu_memory="all",
         )
 
     def reads(self) -> Reads:
-        column = self.settings.text_column
-        return Reads(() if column is None else (column,), self.settings.prompt_template)
+        return Reads(template=self.settings.prompt_template)
 
     def inspect(self, columns: OutputColumns) -> Inspection:
         model = self.settings
-        where = model.url if model.server is None else f"a server by {Path(model.server.command[0]).name}"
         return Inspection(
             activation="softmax",
             label_order=tuple(range(len(columns.labels))),
-            summary=f"{model.model} at {where}, {model.api}",
+            summary=f"{model.model} at {model.url or 'a server of its own'}, {model.api}",
             warnings=(),
         )
 
     def problems(self, inspected: Inspection | None) -> Iterator[str]:
-        for package, key in self.packages(inspected):
-            if not installed_versions([package]):
-                how = how_to_install(package)
-                yield f"{key[1:]}: needs the package {package} (extra endpoint), which is not installed: {how}"
-        program = "" if self.settings.server is None else self.settings.server.command[0]
-        if program and shutil.which(program, path=path_of_commands()) is None:
-            yield f"server.command: there is no program {program} that can be run; give its path"
+        if not installed_versions(["httpx"]):
+            yield f"task_type: needs the package httpx, which is not installed: {how_to_install('httpx')}"
+        if self.settings.server is not None:
+            for problem in command_problems(self.settings.server.command, ["port"]):
+                yield f"server.command: {problem}"
 
     def prompt_warnings(self, prompt: str) -> Iterator[str]:
         texts = self.settings.label_tokens.values() if self.settings.label_behind_prompt else ()
         yield from space_warnings(prompt, texts)
 
     def packages(self, inspected: Inspection | None) -> Iterator[tuple[str, str]]:
-        yield "httpx", ".url" if self.settings.server is None else ".server"
+        yield "httpx", ".task_type"
 
     def fingerprint(self, inspected: Inspection, assigned: Assigned) -> Mapping[str, object]:
-        server = self.settings.server
+        model = self.settings
         return {
-            **self.settings.model_dump(include=_KEYS),
-            "label_map": [*self.settings.label_map.items()],  # their order counts
-            "server.command": None if server is None else server.command,
+            **model.model_dump(include=_KEYS),
+            "label_map": [*model.label_map.items()],  # their order counts
+            "server.command": None if model.server is None else model.server.command,
         }
 
     def content(self, inspected: Inspection, files: FileDigests) -> Mapping[str, str]:
@@ -194,6 +166,5 @@ class Endpoint(MemberKind[EndpointSettings, Inspection]):
         model = self.settings
         return {
             **model.model_dump(exclude={"views", "when", "calibration", "weight"}, mode="json"),
-            "job_templates": [view.changes.get("prompt_template") for view in model.counted_views] or [None],
             "environment": environment_of_commands(),
         }

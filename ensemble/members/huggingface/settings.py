@@ -30,7 +30,6 @@ from ensemble.config.values import (
 )
 from ensemble.members.huggingface.checkpoint.weight_files import NO_GGUF
 from ensemble.members.huggingface.spec import COMMIT, AdapterSource
-from ensemble.members.prompts import PromptView
 
 # Stands for the checkpoint of a member that a command of the user trains.
 TO_BE_TRAINED: Final = "(to be trained)"
@@ -340,9 +339,10 @@ _ONE_CHECKPOINT: Final = "model_name_or_path or train names another one; keep on
 _TWO_KINDS_OF_ADAPTER: Final = "adapter_name_or_path is given as well; keep one of the two"
 
 
-class TextView(PromptView):
+class TextView(ViewConfig):
     """A view of each row for a member that reads text: with other columns, template, adapter or checkpoint."""
 
+    prompt_template: Text | None = None  # instead of the member's own prompt_template or text_column
     # Instead of the member's own checkpoint and adapter, in a worker of its own.
     model_name_or_path: Source | None = Field(default=None, examples=["models/fold0"])
     checkpoints: AveragedCheckpoints | None = None  # instead of it, several that are averaged into one
@@ -352,7 +352,9 @@ class TextView(PromptView):
 
     @property
     def changes(self) -> dict[str, Any]:
-        changes = super().changes
+        changes: dict[str, Any] = {}
+        if self.prompt_template is not None:
+            changes |= {"prompt_template": self.prompt_template, "text_column": None}
         name = self.model_name_or_path if self.checkpoints is None else self.checkpoints.average[0]
         if name is not None:
             # The member's revision and adapter belong to the member's own checkpoint.

@@ -104,8 +104,7 @@ class Handler(BaseHTTPRequestHandler):
         self.serve(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
     def serve(self, body: Any) -> None:
-        file = self.folder / "behaviour.json"
-        odd = json.loads(file.read_text()) if file.exists() else {}
+        odd = self.behaviour()
         if self.path == "/health":
             return self.answer(200, b"")
         if odd.get("key") and self.headers["Authorization"] != f"Bearer {odd['key']}":
@@ -127,10 +126,14 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(404, {"detail": "Not Found"})
         except Exception as error:
             return self.answer(400, {"error": {"message": f"{type(error).__name__}: {error}"}})
-        if self.path != "/tokenize":
+        if self.path != "/tokenize" and odd == self.behaviour():  # else it was asked by an earlier test
             with self.lock, (self.folder / "requests").open("a") as requests:
                 requests.write(json.dumps([self.path, body]) + "\n")
         return self.answer(200, {"usage": {"prompt_tokens": 7}, **document})
+
+    def behaviour(self) -> Any:
+        file = self.folder / "behaviour.json"
+        return json.loads(file.read_text()) if file.exists() else {}
 
     def is_due(self, odd: Any) -> bool:
         """Whether it shall happen another time; the file counts."""

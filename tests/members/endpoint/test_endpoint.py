@@ -36,7 +36,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stub]:
 
 def member(stub: Stub | None = None, **keys: Any) -> dict[str, Any]:
     where = {} if stub is None else {"url": stub.url}
-    own = {"model": "tiny", "text_column": "text", "label_tokens": TEXTS, "top_logprobs": 5}
+    own = {"model": "tiny", "prompt_template": "{{ text }}", "label_tokens": TEXTS, "top_logprobs": 5}
     return {"name": "asked", "task_type": "endpoint", **where, **own, **keys}
 
 
@@ -90,12 +90,12 @@ def test_errors_that_pass_cost_no_row(
         (
             {"key": "right"},
             {},
-            "api_key: URL/models answers 401 Unauthorized; see whether url",
+            'api_key: URL/models answers 401 {"error": "Unauthorized"}; see whether url',
         ),
         (
             {"key": "right"},
             {"api_key": "${MY_KEY}"},
-            "api_key: URL/models answers 401 Unauthorized; see whether url",
+            'api_key: URL/models answers 401 {"error": "Unauthorized"}; see whether url',
         ),
         ({"models": ["other", "third"]}, {}, "model: the server has none of the name tiny; it has"),
         (
@@ -112,12 +112,12 @@ def test_errors_that_pass_cost_no_row(
         (
             {"status": 200, "html": "<html>Welcome</html>"},
             {},
-            "url: URL/completions answers 200 without JSON: <html>Welcome</html>",
+            "url: URL/completions answers 200 <html>Welcome</html>; see whether url",
         ),
         (
             {"status": 404},
             {},
-            "url: URL/completions answers 404 an odd error; see whether url (most end in /v1), model, api",
+            'answers 404 {"error": {"message": "an odd error"}}; see whether url (most end in /v1), model, api',
         ),
         ({"status": 200, "html": {"object": "odd"}}, {}, "the server answers in another form than OpenAI's"),
         (
@@ -146,7 +146,9 @@ def test_nobody_listens_and_no_certificate_fits(project: Project) -> None:
         threading.Thread(target=_greet, args=[listener], daemon=True).start()
         code, printed = run(project, member(url=f"https://{address}"))
     assert code == 1
-    assert f"url: no secure connection to https://{address}/models" in printed, printed
+    assert f"url: https://{address}/models gave no answer in 8 tries, lastly ConnectError [SSL" in printed, (
+        printed
+    )
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{nobody.getsockname()[1]}/v1"
@@ -193,14 +195,16 @@ def test_the_key_is_in_no_file(stub: Stub, project: Project) -> None:
     code, printed = run(project, member(stub, api_key="${MY_KEY}"))
     assert code == 0, printed
     assert KEY not in printed
-    stub.behave(key=KEY, status=418, html=f"no tea for {KEY}", path="/v1/completions")
-    code, printed = run(project, member(stub, api_key="${MY_KEY}", system_instruction="x", api="chat"))
+    stub.behave(
+        key=KEY, status=418, html=f"no tea for {KEY} {'and so on ' * 27}{KEY}", path="/v1/completions"
+    )
     code, printed = run(project, member(stub, api_key="${MY_KEY}", length_normalize="bytes"))
     assert code == 1
     assert "no tea for ***" in printed
+    assert KEY[:12] not in printed
     for path in (project.folder / "runs").rglob("*"):
         if path.is_file():
-            assert KEY.encode() not in path.read_bytes(), path
+            assert KEY[:12].encode() not in path.read_bytes(), path
 
 
 def test_where_the_server_is_changes_nothing_and_what_it_is_asked_does(
@@ -258,7 +262,12 @@ def test_a_classifier(project: Project, tmp_path: Path) -> None:
     folder = tmp_path / "a classifier"
     model = make_checkpoint(folder / "model", "llama", ["x", "y", "z"], seed=2)
     label_map = {"x": "tie", "y": "winner_a", "z": "winner_b"}
-    plain = {"name": "plain", "model_name_or_path": str(model), "text_column": "text", "label_map": label_map}
+    plain = {
+        "name": "plain",
+        "model_name_or_path": str(model),
+        "prompt_template": "{{ text }}",
+        "label_map": label_map,
+    }
     asked = {
         key: value
         for key, value in member(api="classify").items()
@@ -304,7 +313,7 @@ def test_a_server_of_its_own_that_dies_is_started_again(project: Project, tmp_pa
         (
             [sys.executable, "-c", "print('all done')", "{port}"],
             {},
-            "exit code 0, with the last words: all done",
+            "with the last words: all done",
         ),
         (
             [
@@ -316,11 +325,14 @@ def test_a_server_of_its_own_that_dies_is_started_again(project: Project, tmp_pa
             {"ready_timeout": "3s"},
             "did not answer with status 200 within 3.0 s (ready_timeout); the server's last words: still",
         ),
-        (["/nowhere/vllm", "serve", "{port}"], {}, "server.command: there is no program /nowhere/vllm"),
-        ([sys.executable, "-c", "{port}"], {"ready": "health"}, "ready: must be a path that begins with /"),
+        (
+            ["/nowhere/vllm", "serve", "{port}"],
+            {},
+            "server.command: the program /nowhere/vllm is no file that may be executed",
+        ),
         ([sys.executable, "-c", "8000"], {}, "command: does not say {port}"),
     ],
-    ids=["ends", "ends well", "never ready", "no program", "no path", "no port"],
+    ids=["ends", "ends well", "never ready", "no program", "no port"],
 )
 def test_servers_that_cannot_be_asked(
     command: list[str], keys: dict[str, Any], words: str, project: Project
@@ -337,9 +349,7 @@ def test_servers_that_cannot_be_asked(
         ({"url": "localhost:8000"}, "url: must be the address of an API, such as http://localhost:8000/v1"),
         ({"url": "http://a/v1", "num_gpus": 1}, "num_gpus: a server at a url has its own devices"),
         ({"url": "http://a/v1", "label_map": {"x": "tie"}}, "label_map: needs api: classify"),
-        ({"url": "http://a/v1", "system_instruction": "x"}, "system_instruction: needs api: chat"),
         ({"url": "http://a/v1", "api": "classify"}, "label_tokens: a classifier has no label texts"),
-        ({"url": "http://a/v1", "prompt_template": "x"}, "give one of prompt_template and text_column"),
         ({"url": "http://a/v1", "label_tokens": {"tie": "x"}}, "label_tokens: has no text for"),
     ],
     ids=str,

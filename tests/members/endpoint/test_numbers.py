@@ -47,8 +47,16 @@ def twins(stub: Stub, task_type: str = "causal_lm", **keys: Any) -> list[dict[st
     ("behaviour", "keys"),
     [
         ({}, {"label_tokens": ONE_TOKEN, "prompt_template": "{{ text }} "}),
-        ({}, {"label_tokens": SEVERAL, "text_column": "text", "length_normalize": "tokens"}),
-        ({}, {"label_tokens": SEVERAL, "text_column": "text", "api": "chat", "length_normalize": "bytes"}),
+        ({}, {"label_tokens": SEVERAL, "prompt_template": "{{ text }}", "length_normalize": "tokens"}),
+        (
+            {},
+            {
+                "label_tokens": SEVERAL,
+                "prompt_template": "{{ text }}",
+                "api": "chat",
+                "length_normalize": "bytes",
+            },
+        ),
         (
             {"asked": False, "most": 400},
             {"label_tokens": ONE_TOKEN, "prompt_template": "{{ text }} ", "top_logprobs": 367},
@@ -57,9 +65,8 @@ def twins(stub: Stub, task_type: str = "causal_lm", **keys: Any) -> list[dict[st
             {"tells": False, "most": 400},
             {
                 "label_tokens": ONE_TOKEN,
-                "text_column": "text",
+                "prompt_template": "{{ text }}",
                 "api": "chat",
-                "system_instruction": "say it",
                 "top_logprobs": 367,
             },
         ),
@@ -77,8 +84,8 @@ def test_it_says_what_causal_lm_says(
 ) -> None:
     project.write_table(40)
     language_model.behave(**behaviour)
-    swapped = {"name": "again", "prompt_template": "{{ text }} so {{ label }} "}
-    models = twins(language_model, **keys, views=[{"name": "as_is"}, swapped])
+    swap = {"columns": ["text", "label"], "labels": ["winner_a", "winner_b"]}
+    models = twins(language_model, **keys, views=[{"name": "as_is"}, {"name": "swapped", "swap": swap}])
     other = {key: models[0].pop(key) for key in ("top_logprobs",) if key in models[0]}
     models[1] = {key: value for key, value in models[1].items() if key not in other}
     models[0] |= other

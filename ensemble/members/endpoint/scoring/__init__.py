@@ -1,1 +1,0 @@
-"""Ask a server for the probabilities of labels, in a worker."""
