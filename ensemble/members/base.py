@@ -81,8 +81,8 @@ class ResourceRequest:
         num_gpus: for each replica; 0: the CPU; None: one if the machine has a GPU, or as many as it needs.
         replicas: loaded copies that share the rows.
         batch_size, max_num_batched_tokens: rows and padded tokens of one batch; None: left to the plan.
-        chunk_rows: the most rows that a worker gets at a time, and again whole if it fails; "all": those of a job;
-            None: left to the plan.
+        chunk_rows: the most rows that a worker gets at a time; "all": those of a job; None: left to the plan.
+        repeats_whole_chunks: whether a chunk that ended its workers is never tried in parts.
         gpu_memory: bytes that a replica takes of each of its GPUs, including CUDA's context; "all": unknown, so the
             GPUs are not shared; None: what ``memory`` estimates, or its share where GPUs are shared.
         device_map: the number of a GPU within the lease, "cpu" or "disk" for each part; None: left to the plan.
@@ -95,6 +95,7 @@ class ResourceRequest:
     batch_size: int | None = None
     max_num_batched_tokens: int | None = None
     chunk_rows: int | Literal["all"] | None = None
+    repeats_whole_chunks: bool = False
     gpu_memory: int | Literal["all"] | None = None
     device_map: Mapping[str, Any] | None = None
     max_memory: Mapping[int | str, int] | None = None

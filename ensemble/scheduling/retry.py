@@ -122,8 +122,8 @@ class RetryRules:
             if history.deaths > MAX_DEATHS:
                 times = f"{history.deaths} times while computing"
                 why_failed = f"its workers ended {times}, the last time: {fault.message}"
-        # Others cannot do without such a job, as they can without a row; and what a kind cuts is not cut again.
-        if not (job.has_rows and state.plan.request.chunk_rows is None) and not may_repeat:
+        # Others cannot do without a job that has no rows, as they can without a row.
+        if (not job.has_rows or state.plan.request.repeats_whole_chunks) and not may_repeat:
             why_failed = fault.message
         if why_failed:
             self._record(worker, fault, "given up", chunk)

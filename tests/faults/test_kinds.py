@@ -363,7 +363,7 @@ def test_rows_that_it_does_not_bear_in_other_batches_by_two_replicas(
     assert sorted(member["bad_rows"], key=int) == [*map(str, bad)]
     if made.example.seeks_rows:
         assert "signal 11 (SIGSEGV)" in member["bad_rows"][str(CRASHES)]
-        assert member["bad_rows"][str(RAISES)].startswith("LookupError: an odd row")
+        assert "LookupError: an odd row" in member["bad_rows"][str(RAISES)]
     assert "NaN" in member["bad_rows"][str(NO_NUMBERS)]
     for row in bad:
         assert f"row {row + 1}" in forked.printed

@@ -190,7 +190,7 @@ WRONG = {
     "an id twice": (prints(f"{GOOD}r3,1,0,0\n"), r"1 id more than once \('r3'\); keep one row for each"),
     "lacks a label": (
         prints(GOOD.replace("tie", "Tie")),
-        r"no column of the label 'tie' \(did you mean 'Tie'.*\\(out_columns maps others",
+        r"no column of the label 'tie' \(did you mean 'Tie'.*\(out_columns maps others",
     ),
     "text": (prints(GOOD.replace("0.7", "high")), "row 1: 'high' in column 'tie' is no number"),
     "half an id": (prints(GOOD.replace("r3,1,0,0", "r3")), "1 broken row; row 4 has 1 cell instead of 4"),

@@ -83,6 +83,7 @@ _MEMBER: Final = {
     ],
     "task_type": "seq_cls",
     "choices": None,
+    "checkpoints": None,
     "problem_type": "single_label_classification",
     "label_map": {"LABEL_0": "neg", "1": 2},
     "batch_size": "auto",

@@ -154,6 +154,7 @@ class Command(MemberKind[CommandSettings, CommandInspection]):
             num_gpus=model.num_gpus,
             replicas=model.replicas,
             chunk_rows=model.rows_per_call or "all",
+            repeats_whole_chunks=True,
             gpu_memory=model.gpu_memory or "all",
         )
 

@@ -103,8 +103,7 @@ class Server:
                 if status not in (408, 429) and (status < 500 or status == 501):
                     return _answer(response, is_optional)
                 problem = f"{status} {_message(response)}"
-                asked_seconds = _retry_after_seconds(response.headers.get("retry-after", ""))
-                seconds = max(seconds, min(asked_seconds, _LONGEST_RETRY_AFTER_SECONDS))
+                seconds = max(seconds, min(_retry_after_seconds(response), _LONGEST_RETRY_AFTER_SECONDS))
             except httpx.RequestError as error:
                 problem = f"{type(error).__name__} {error}"
             self._demand_alive(f"it answered {problem}")
@@ -152,10 +151,11 @@ def _message(response: httpx.Response) -> str:
     return textwrap.shorten(response.text, _SHOWN_CHARACTERS)  # no part of a word, which may be a secret
 
 
-def _retry_after_seconds(text: str) -> float:
+def _retry_after_seconds(response: httpx.Response) -> float:
     """Return the seconds of a Retry-After header, which is a number or a date; 0 if there is none."""
+    text = response.headers.get("retry-after", "")
     with contextlib.suppress(ValueError):
         return float(text)
-    with contextlib.suppress(ValueError, TypeError):
-        return parsedate_to_datetime(text).timestamp() - time.time()
+    with contextlib.suppress(ValueError, TypeError, KeyError):  # the server's clock may be another one
+        return (parsedate_to_datetime(text) - parsedate_to_datetime(response.headers["date"])).total_seconds()
     return 0.0

@@ -244,7 +244,7 @@ def test_a_killed_run_asks_no_finished_chunk_again(stub: Stub, project: Project)
 
 
 @pytest.mark.fresh
-def test_at_a_signal_the_rows_under_way_are_kept(stub: Stub, project: Project) -> None:
+def test_at_a_signal_the_answers_are_kept(stub: Stub, project: Project) -> None:
     project.write_table(96)
     stub.behave(sleep=0.1, path="/v1/completions")
     project.write_config(project.config(models=[member(stub, max_concurrency=6)], defaults=None))
@@ -254,7 +254,8 @@ def test_at_a_signal_the_rows_under_way_are_kept(stub: Stub, project: Project) -
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130, printed
     (shard,) = project.folder.glob("runs/first/work/asked.*/*.csv")
-    assert len(shard.read_text().splitlines()) - 1 == len(stub.prompts()) < 96
+    kept, asked = len(shard.read_text().splitlines()) - 1, len(stub.prompts())
+    assert asked - 6 <= kept <= asked < 96, "those under way are dropped"
 
 
 def test_a_classifier(project: Project, tmp_path: Path) -> None:
