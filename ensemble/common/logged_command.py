@@ -277,8 +277,8 @@ def main() -> None:
     environment = {**os.environ, **asked["environment"]}
     environment = {name: value for name, value in environment.items() if value is not None}
     redact = Redactor(os.environ, asked["settings"])
-    started: list[subprocess.Popen[bytes]] = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: _terminate(started))
+    orderly_end = contextlib.ExitStack()  # there is nothing to end yet
+    signal.signal(signal.SIGUSR1, lambda number, frame: orderly_end.close())
     with open_log(Path(asked["log"])) as log:
         try:
             process = subprocess.Popen(
@@ -293,7 +293,7 @@ def main() -> None:
         except OSError as error:
             _write(log.fileno(), f"{asked['command'][0]}: {error.strerror}\n".encode())
             os._exit(127)  # as shells have it
-        started.append(process)
+        orderly_end.callback(process.terminate)
         _copy(process, log.fileno(), redact)
     code = process.wait()
     if code < 0:  # end by the same signal
@@ -301,11 +301,6 @@ def main() -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
-
-
-def _terminate(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.terminate()
 
 
 def _copy(process: subprocess.Popen[bytes], log: int, redact: Redactor) -> None:
