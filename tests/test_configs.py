@@ -304,7 +304,10 @@ def test_a_language_model_in_a_server_of_vllm(project: Project, nvml_sim: NvmlSi
     no_program = {**nvml_sim.environment(), "PATH": str(project.folder)}
     done = project.ensemble("validate", str(path), environment=no_program)
     assert done.returncode == 2
-    assert "server.command: there is no program vllm that can be run; give its path" in done.stderr
+    assert (
+        "server.command: the program vllm is not on the PATH; name an installed program, or its path"
+        in done.stderr
+    )
 
 
 @pytest.mark.long
