@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from ensemble.common.errors import DataError
 from ensemble.config import DataConfig, MemberConfig
-from ensemble.data.formats import column_names
-from ensemble.data.input_file import without_pandas_index
 from ensemble.members.footprint import Capability, Footprint, MemoryEstimate
 from ensemble.members.questions import Question
 
@@ -140,6 +138,10 @@ class OutputColumns:
     def of_rows(self, columns: tuple[str, ...]) -> tuple[str, ...]:
         """Return these columns with that of the ids; none: all of the table's but those of true labels."""
         if not columns:
+            # Imported late because they import pyarrow: a typo in a key is reported at once.
+            from ensemble.data.formats import column_names
+            from ensemble.data.input_file import without_pandas_index
+
             with contextlib.suppress(DataError):  # reading the table tells what is wrong with it
                 names = without_pandas_index(column_names(self.table, rows=None))
                 columns = tuple(name for name in names if name not in self.truth)
