@@ -24,7 +24,7 @@ from pydantic import (
     field_validator,
 )
 
-from ensemble.common.text import listed, plural
+from ensemble.common.text import did_you_mean, listed, plural
 from ensemble.config.document import KeyProblems, Problem, place
 from ensemble.config.values import (
     Address,
@@ -453,6 +453,15 @@ class MemberConfig(StrictConfig):
         return ()
 
     @property
+    def input_names(self) -> tuple[str, ...]:
+        """Return the names of the members whose predictions it reads; empty for a member without ``inputs``."""
+        return ()
+
+    def input_columns(self, labels: Sequence[str]) -> tuple[str, ...]:
+        """Return the columns that hold these predictions, such as ``gemma2/positive``, by member and label."""
+        return tuple(f"{name}/{label}" for name in self.input_names for label in labels)
+
+    @property
     def label_behind_prompt(self) -> str:
         """Return the text of the first label if it follows the prompt; empty if nothing does."""
         return ""
@@ -467,6 +476,12 @@ class MemberConfig(StrictConfig):
         """Return the ``when`` of each counted view that has one, by the view's number."""
         views = enumerate(self.counted_views)
         return {number: view.when for number, view in views if view.when is not None}
+
+    @property
+    def has_all_rows(self) -> bool:
+        """Return whether it predicts every row: neither its own ``when`` nor those of all its views select some."""
+        views = len(self.counted_views)
+        return self.when is None and (not views or len(self.views_with_when) < views)
 
     def without_when(self) -> Self:
         """Return the settings of the same member for all rows, in all views."""
@@ -557,9 +572,16 @@ class ReaderConfig(MemberConfig):
         examples=["[{name: as_is}, {name: swapped, swap: {columns: [a, b], labels: [a_wins, b_wins]}}]"],
     )
 
+    # Members listed before this one: it reads their predictions as columns, such as gemma2/positive.
+    inputs: Names | None = Field(default=None, examples=[["gemma2", "llama3"]])
+
     @property
     def all_views(self) -> tuple[ViewConfig, ...]:
         return self.views or ()
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        return self.inputs or ()
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
@@ -842,6 +864,7 @@ class RunConfig(StrictConfig):
             elif 0 in member.views_with_when:
                 number = member.all_views.index(member.counted_views[0])
                 problems.append(((index, "views", number, "when"), of_view))
+        problems += broken_inputs(models)
         if problems:
             raise KeyProblems(problems)
         return models
@@ -944,6 +967,28 @@ class RunConfig(StrictConfig):
 def deciding_members(members: Sequence[MemberConfig]) -> list[MemberConfig]:
     """Return the members that select rows of later ones: those whose own rows do not depend on the time."""
     return [member for member in members if member.has_weight and not takes_time_left(member.when)]
+
+
+def broken_inputs(members: Sequence[MemberConfig]) -> Iterator[Problem]:
+    """Yield each of the members' ``inputs`` that is no member before it, is named twice, or lacks rows."""
+    names = [member.name for member in members]
+    for index, member in enumerate(members):
+        before = {other.name: other for other in members[:index]}
+        for number, name in enumerate(member.input_names):
+            loc = (index, "inputs", number)
+            if name == member.name:
+                yield loc, "is the member itself; name members that are listed before it"
+            elif name in names and name not in before:
+                yield loc, "is listed after this member; list it before"
+            elif name not in before:
+                yield (
+                    loc,
+                    f"is no member{did_you_mean(name, names)}; name members that are listed before this one",
+                )
+            elif name in member.input_names[:number]:
+                yield loc, "the same twice; name each member once"
+            elif not before[name].has_all_rows:
+                yield loc, "has when, so that it lacks rows; name members that predict every row"
 
 
 def same_name_problems(key: str, names: Sequence[str]) -> Iterator[Problem]:
