@@ -397,8 +397,8 @@ def compare(
     Args:
         first: The output_dir of a run, or a CSV of predictions.
         second: The run or CSV to compare with, for the same rows; name a run twice for its own metrics.
-        metrics: log_loss, accuracy, macro_f1, auc, brier, ece, cohen_kappa, quadratic_kappa, map@K or rmse;
-            repeatable.
+        metrics: log_loss, accuracy, macro_f1, micro_f1, weighted_f1, mcc, auc, brier, ece, cohen_kappa,
+            quadratic_kappa, map@K, ndcg@K, mrr, rmse, pearson or spearman; repeatable.
         labels: Table with the true labels, if the run's table has none.
         label_column: Column of the true labels (default: label, or a column per label).
         id_column, activation: as for ``merge``.

@@ -375,13 +375,14 @@ def problems_of(sample: Predictions, options: Options, metric: Metric) -> Iterat
             yield f"{name} gives every row the same values: it cannot help; leave it out"
     truth = sample.labelled.truth
     has_label = ScoredRows(sample.labelled, next(iter(sample.members.values()))).true_each.sum(axis=0)
-    # With and without each label.
-    needed = 5 if metric.kind == "ranks" else int(options.method == "stacking")
+    # With and without each label; metrics of numbers do without.
+    ranks_labels = metric.kind == "ranks" and "none" not in metric.takes
+    needed = 5 if ranks_labels else int(options.method == "stacking")
     if (truth == truth[0]).all():
         label = f"{sample.labels[int(truth[0])]!r}" if truth.ndim == 1 else "the same"
         yield f"the truth is {label} in every row; weights need rows of two labels or more"
     else:
-        option = f"--metric {options.metric}" if metric.kind == "ranks" else f"--method {options.method}"
+        option = f"--metric {options.metric}" if ranks_labels else f"--method {options.method}"
         for label, count in zip(sample.labels, has_label.tolist(), strict=True):
             lacks = needed if sample.activation == "softmax" else sample.rows - count
             if min(count, lacks) < needed:

@@ -32,6 +32,9 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 ECE_BINS: Final = 15
 _ROUNDING = 1e-12
 _ONE_LABEL = "the truth and the predictions hold one and the same label in all of them"
+_NUMERIC: Final[tuple[Activation, ...]] = ("none", "sigmoid")
+_ONE_SIDE = "each label needs rows that have it and rows that lack it"
+_ONE_NUMBER = "the truth or the predictions are the same number in all of them"
 _KINDS = {"softmax": "exclusive labels", "sigmoid": "labels that are not exclusive", "none": "regression"}
 MetricKind: TypeAlias = Literal["mean", "sums", "ranks", "bins"]
 METRIC_KINDS: Final[Mapping[MetricKind, str]] = {
@@ -83,10 +86,11 @@ class LabelledRows:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Hold rows with the values that are scored, float64 [rows, labels]."""
+    """Hold rows with the values that are scored, float64 [rows, labels]; ``whole`` are all rows, of a part."""
 
     known: LabelledRows
     values: Values
+    whole: Rows | None = None
 
     @property
     def is_exclusive(self) -> bool:
@@ -105,10 +109,7 @@ class Rows:
 
     @cached_property
     def predicted_each(self) -> npt.NDArray[np.bool_]:
-        """Return which labels are predicted, [rows, labels]: the likeliest, or all above 0.5."""
-        if self.is_exclusive:
-            return np.asarray(self.values.argmax(axis=1)[:, None] == np.arange(self.values.shape[1]))
-        return np.asarray(self.values > 0.5)
+        return _decisions(self.values, self.known.activation)
 
     @cached_property
     def probabilities(self) -> Values:
@@ -118,8 +119,22 @@ class Rows:
         sums = self.values.sum(axis=1, keepdims=True)
         return np.where(np.abs(sums - 1) > _ROUNDING, self.values / sums, self.values)
 
+    @cached_property
+    def means(self) -> tuple[Values, Values]:
+        """Return the means of the truth and of the values over all rows, [labels] each."""
+        if self.whole is not None:
+            return self.whole.means
+        return self.known.truth.mean(axis=0), self.values.mean(axis=0)
+
     def part(self, rows: slice) -> Rows:
-        return Rows(self.known.taken(rows), self.values[rows])
+        return Rows(self.known.taken(rows), self.values[rows], self)
+
+
+def _decisions(values: Values, activation: Activation) -> Flags:
+    """Return which labels are predicted, [rows, labels]: the likeliest, or all above 0.5."""
+    if activation == "softmax":
+        return np.asarray(values.argmax(axis=1)[:, None] == np.arange(values.shape[1]))
+    return np.asarray(values > 0.5)
 
 
 def _first_mean(sums: Values, count: Values, is_exclusive: bool) -> Values:
@@ -180,7 +195,7 @@ class Metric:
                 self.value(part, values[rows])
                 parts.append((rows, part))
         if not parts:
-            raise UndefinedMetric(f"{self.name}: no fold has rows with and without each label")
+            raise UndefinedMetric(f"{self.name}: not defined in any fold: {self.why_undefined}")
         return parts
 
     def sums(self, rows: Rows, add: Callable[[slice, Values], Values]) -> Values:
@@ -246,18 +261,59 @@ def _precisions(is_hit: Flags, true_counts: npt.NDArray[np.int64]) -> Values:
     return np.asarray((precisions * is_hit).sum(axis=1) / np.clip(true_counts, 1, is_hit.shape[1]))
 
 
+def _discounts(places: int) -> Values:
+    return np.asarray(1 / np.log2(np.arange(2, places + 2)))
+
+
+def _discounted_gains(rows: Rows, k: int) -> Values:
+    """Return nDCG at k (Järvelin and Kekäläinen 2002); equal values share their places, as in scikit-learn."""
+    relevance = (rows.true_each if rows.is_exclusive else rows.known.truth).astype(np.float64)
+    order = np.argsort(-rows.values, axis=1)
+    ranked, gains = (np.take_along_axis(cells, order, axis=1) for cells in (rows.values, relevance))
+    group = np.insert(ranked[:, 1:] < ranked[:, :-1], 0, True, axis=1).cumsum() - 1
+    shared = (np.bincount(group, gains.ravel()) / np.bincount(group))[group].reshape(gains.shape)
+    discounts = _discounts(relevance.shape[1]) * (np.arange(relevance.shape[1]) < k)
+    return _quotient(shared @ discounts, np.sort(relevance, axis=1)[:, ::-1] @ discounts)[:, None]
+
+
+def _reciprocal_ranks(rows: Rows) -> Values:
+    """Return 1 / the place of the likeliest true label, behind false labels of the same value; 0 without one."""
+    is_true = rows.true_each
+    best = np.where(is_true, rows.values, -np.inf).max(axis=1, keepdims=True)
+    places = 1 + (~is_true & (rows.values >= best)).sum(axis=1)
+    return np.where(is_true.any(axis=1), 1 / places, 0.0)[:, None]
+
+
 def _label_counts(rows: Rows) -> Values:
     true, predicted = rows.true_each, rows.predicted_each
     return np.concatenate([true & predicted, true, predicted], axis=1).astype(np.float64)
 
 
-def _macro_f1(sums: Values, count: Values, is_exclusive: bool) -> Values:
-    """Return the mean of 2 tp / (2 tp + fp + fn) over exclusive labels that occur, or over all others."""
+def _f1(sums: Values, count: Values, is_exclusive: bool, average: str) -> Values:
+    """Return the mean of the labels' F1, 2 tp / (2 tp + fp + fn), of exclusive labels over those that occur.
+
+    It is weighted by nothing ("macro"), by how often labels are true, or by the denominator ("micro").
+    """
     right, true, predicted = np.split(sums, 3, axis=-1)
     total = true + predicted
-    scores = np.divide(2 * right, total, out=np.zeros_like(total), where=total > 0)
-    labels = (total > 0).sum(axis=-1) if is_exclusive else total.shape[-1]
-    return np.asarray(scores.sum(axis=-1) / labels)
+    weights = {"macro": np.where(is_exclusive, total > 0, 1.0), "micro": total, "weighted": true}[average]
+    return _quotient((weights * _quotient(2 * right, total)).sum(axis=-1), weights.sum(axis=-1))
+
+
+def _quotient(above: Values, below: Values) -> Values:
+    """Divide; what is divided by 0 is 0, as scikit-learn's scores are by default."""
+    return np.divide(above, below, out=np.zeros_like(below), where=below > 0)
+
+
+def _matthews(sums: Values, count: Values, is_exclusive: bool) -> Values:
+    """Return Matthews' correlation coefficient: R_K of exclusive labels (Gorodkin 2004), else the labels' mean."""
+    right, true, predicted = np.split(sums, 3, axis=-1)
+    rows = np.asarray(count)[..., None]
+    parts = [right * rows - true * predicted, true * (rows - true), predicted * (rows - predicted)]
+    if is_exclusive:
+        parts = [part.sum(axis=-1, keepdims=True) for part in parts]
+    covariance, true_spread, predicted_spread = parts
+    return np.asarray(_quotient(covariance, np.sqrt(true_spread * predicted_spread)).mean(axis=-1))
 
 
 def _label_moments(rows: Rows, numbers: Sequence[float]) -> Values:
@@ -315,11 +371,28 @@ def _rmse(sums: Values, count: Values, is_exclusive: bool) -> Values:
     return np.asarray(np.sqrt(sums / np.asarray(count)[..., None]).mean(axis=-1))
 
 
+def _products(rows: Rows) -> Values:
+    """Return what Pearson's correlation sums, 5 numbers a label, of distances from means: large ones cancel."""
+    true_mean, mean = rows.means
+    true, values = rows.known.truth - true_mean, rows.values - mean
+    return np.stack([true, values, true**2, values**2, true * values], axis=2).reshape(len(true), -1)
+
+
+def _correlation(sums: Values, count: Values, is_exclusive: bool) -> Values:
+    """Return Pearson's correlation of the truth and the values, the mean over labels."""
+    means = sums.reshape(*sums.shape[:-1], -1, 5) / np.asarray(count)[..., None, None]
+    true, values, true_squares, value_squares, products = np.moveaxis(means, -1, 0)
+    true_variance, variance = true_squares - true**2, value_squares - values**2
+    is_constant = ~(np.minimum(true_variance / true_squares, variance / value_squares) > _ROUNDING)
+    spread = np.where(is_constant, np.nan, np.sqrt(true_variance * variance))
+    return np.asarray(((products - true * values) / spread).mean(axis=-1))
+
+
 def _by_label(rows: Rows) -> Iterator[Rows]:
     """Yield each label against the rest as if it were the only one; of two exclusive labels the second alone."""
     labels = rows.values.shape[1]
     for label in (1,) if rows.is_exclusive and labels == 2 else range(labels):
-        truth = rows.true_each[:, label].astype(np.float64)
+        truth = (rows.true_each if rows.is_exclusive else rows.known.truth)[:, label].astype(np.float64)
         yield Rows(LabelledRows(truth, "sigmoid", possible=None, folds=None), rows.values[:, label])
 
 
@@ -330,7 +403,7 @@ def _placements(rows: Rows) -> Values:
     ties by half, each less half the AUC; then whether the row is positive. The AUC of a resample is the sum of both
     sides' means, but for terms of the order of 1 / rows.
     """
-    is_positive = rows.known.truth > 0
+    is_positive = rows.known.truth > 0.5
     _, score_of, counts = np.unique(rows.values, return_inverse=True, return_counts=True)
     positives = np.bincount(score_of, is_positive, len(counts))
     negatives = counts - positives
@@ -353,8 +426,38 @@ def _auc(sums: Values, count: Values, is_exclusive: bool) -> Values:
     return np.asarray((above / positives + below / negatives).mean(axis=-1))
 
 
-def _map(k: int) -> Metric:
-    return Metric(f"map@{k}", "mean", partial(_average_precision, k=k))
+def _rank_sums(rows: Rows) -> Values:
+    """Return structural components of the ranks' covariance and of both variances, of one label, [rows, 3].
+
+    A rank is the share of rows below, equal ones by half, less one half. A row counts by its ranks, and by those of
+    rows above, which it raises: a resample has the correlation of its own ranks, but for terms of 1 / rows.
+    """
+    sides = [np.unique(side, return_inverse=True)[1] for side in (rows.known.truth, rows.values)]
+    ranks = [_below(side, np.ones(len(side))) - 0.5 for side in sides]
+    columns = []
+    for first, second in ((0, 1), (0, 0), (1, 1)):
+        products = ranks[first] * ranks[second]
+        # All ranks sum to 0, so that those above are minus those below.
+        raised = -_below(sides[first], ranks[second]) - _below(sides[second], ranks[first])
+        columns.append(products - 2 * products.mean() + raised)
+    return np.column_stack(columns)
+
+
+def _below(places: npt.NDArray[np.int64], numbers: Values) -> Values:
+    """Return the sum of the numbers of rows below each row, equal ones by half, over the count of rows."""
+    totals = np.bincount(places, numbers)
+    return np.asarray((totals.cumsum() - totals / 2)[places] / len(places))
+
+
+def _rank_correlation(sums: Values, count: Values, is_exclusive: bool) -> Values:
+    """Return Spearman's correlation, the mean over labels."""
+    covariance, true_variance, variance = np.moveaxis(sums.reshape(*sums.shape[:-1], -1, 3), -1, 0)
+    return np.asarray((covariance / np.sqrt(true_variance * variance)).mean(axis=-1))
+
+
+def _at_k(name: str, k: int) -> Metric:
+    statistics = {"map": _average_precision, "ndcg": _discounted_gains}[name]
+    return Metric(f"{name}@{k}", "mean", partial(statistics, k=k))
 
 
 # Metrics without a number in their name.
@@ -363,14 +466,11 @@ METRICS: Final[Mapping[str, Metric]] = {
     for metric in (
         Metric("log_loss", "mean", _log_losses, greater_is_better=False),
         Metric("accuracy", "mean", _hits),
-        Metric("macro_f1", "sums", _label_counts, _macro_f1),
-        Metric(
-            "auc",
-            "ranks",
-            _placements,
-            _auc,
-            why_undefined="each label needs rows that have it and rows that lack it",
-        ),
+        Metric("macro_f1", "sums", _label_counts, partial(_f1, average="macro")),
+        Metric("micro_f1", "sums", _label_counts, partial(_f1, average="micro")),
+        Metric("weighted_f1", "sums", _label_counts, partial(_f1, average="weighted")),
+        Metric("mcc", "sums", _label_counts, _matthews),
+        Metric("auc", "ranks", _placements, _auc, why_undefined=_ONE_SIDE),
         Metric("brier", "mean", _brier, greater_is_better=False),
         Metric("ece", "bins", _calibration_gaps, _calibration_error, greater_is_better=False),
         Metric(
@@ -384,8 +484,12 @@ METRICS: Final[Mapping[str, Metric]] = {
             takes=("softmax",),
             why_undefined=_ONE_LABEL,
         ),
-        _map(3),
-        Metric("rmse", "sums", _squared_errors, _rmse, greater_is_better=False, takes=("none", "sigmoid")),
+        _at_k("map", 3),
+        _at_k("ndcg", 10),
+        Metric("mrr", "mean", _reciprocal_ranks),
+        Metric("rmse", "sums", _squared_errors, _rmse, greater_is_better=False, takes=_NUMERIC),
+        Metric("pearson", "sums", _products, _correlation, takes=_NUMERIC, why_undefined=_ONE_NUMBER),
+        Metric("spearman", "ranks", _rank_sums, _rank_correlation, takes=_NUMERIC, why_undefined=_ONE_NUMBER),
     )
 }
 # Shown by default.
@@ -397,7 +501,7 @@ USUAL: Final[Mapping[Activation, tuple[str, ...]]] = {
 
 
 def find_metric(name: str, numbers: Sequence[float] = ()) -> Metric:
-    """Return a metric by its name, ``map@K`` for any K; a DataError names the nearest.
+    """Return a metric by its name, ``map@K`` and ``ndcg@K`` for any K; a DataError names the nearest.
 
     ``numbers`` of the labels order them for the quadratic kappa; without any, they rise as the labels do.
     """
@@ -405,8 +509,8 @@ def find_metric(name: str, numbers: Sequence[float] = ()) -> Metric:
         return replace(METRICS[name], statistics=partial(_label_moments, numbers=numbers))
     if name in METRICS:
         return METRICS[name]
-    if numbered := re.fullmatch(r"map@([1-9]\d{0,5})", str(name)):
-        return _map(int(numbered[1]))
+    if numbered := re.fullmatch(r"(map|ndcg)@([1-9]\d{0,5})", str(name)):
+        return _at_k(numbered[1], int(numbered[2]))
     raise DataError(f"metric {quoted(str(name))}: unknown; {nearest_or_all(str(name), [*METRICS], 'metric')}")
 
 
@@ -424,8 +528,8 @@ def answer_scores(answer: Answer, known: LabelledRows, values: Values) -> dict[s
     """Return the scores of the answers to rows, of whose values float64 [rows, labels] they are made, by metric.
 
     These are the accuracy of a single answer, and of a number Cohen's quadratic kappa, too, if it is defined (of
-    the numbers' places in rising order, as scikit-learn has it); or the mean average precision of the ``top``
-    labels, of which unlike in the metric of values one of probability 0 is no answer.
+    the numbers' places in rising order, as scikit-learn has it); or of the ``top`` labels MAP, nDCG and MRR,
+    for which unlike in metrics of values a label of probability 0 is no answer.
     """
     choices = answer.choices(values)
     if answer.numbers:
@@ -450,7 +554,39 @@ def answer_scores(answer: Answer, known: LabelledRows, values: Values) -> dict[s
         )
     if answer.top == 1:
         return {"accuracy": float(is_hit.mean())}
-    return {f"map@{answer.top}": float(_precisions(is_hit, true_counts).mean())}
+    places = is_hit.shape[1]
+    best = _discounts(places).cumsum()[np.clip(true_counts, 1, places) - 1]
+    return {
+        f"map@{answer.top}": float(_precisions(is_hit, true_counts).mean()),
+        f"ndcg@{answer.top}": float((is_hit @ _discounts(places) / best).mean()),
+        "mrr": float((is_hit / np.arange(1, places + 1)).max(axis=1).mean()),
+    }
+
+
+def krippendorff_alpha(members: Sequence[Values], activation: Activation) -> float:
+    """Return the agreement of members, float64 [rows, labels] each: 1 is perfect, 0 that of chance.
+
+    Krippendorff's alpha (1970) of the likeliest label (nominal); else its mean over labels, of what is above 0.5,
+    or of the numbers (interval). A row of NaN is one that a member lacks. It is NaN if all answers are the same.
+    """
+    shape = members[0].shape
+    counts, sums, squares = np.zeros((shape[0], 1)), np.zeros(shape), np.zeros(shape)
+    origin = np.nan_to_num(np.fmax.reduce(members[0]))  # large numbers would cancel
+    for values in members:
+        is_given = np.isfinite(values).all(axis=1, keepdims=True)
+        answers = values - origin if activation == "none" else _decisions(values, activation)
+        answers = np.where(is_given, answers, 0.0)
+        counts += is_given
+        sums += answers
+        squares += answers**2
+    counts, sums, squares = (cells[counts[:, 0] > 1] for cells in (counts, sums, squares))
+    observed = ((counts * squares - sums**2) / (counts - 1)).sum(axis=0)
+    expected = (counts.sum() * squares.sum(axis=0) - sums.sum(axis=0) ** 2) / max(counts.sum() - 1, 1)
+    if activation == "softmax":
+        observed, expected = observed.sum(keepdims=True), expected.sum(keepdims=True)
+    has_several = expected > 0
+    alphas = 1 - observed[has_several] / expected[has_several]
+    return float(alphas.mean()) if len(alphas) else float("nan")
 
 
 def row_losses(known: LabelledRows, values: Values) -> Values:

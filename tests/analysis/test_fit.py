@@ -601,6 +601,20 @@ def test_regression_is_fitted_by_its_own_metric() -> None:
     assert report.over_equal.high >= 0
 
 
+@pytest.mark.parametrize("metric", ["pearson", "spearman"])
+def test_a_correlation_is_fitted_though_no_number_is_above_a_half(metric: str) -> None:
+    chooser = np.random.default_rng(0)
+    truth = chooser.normal(-9, 1, (200, 1))
+    members = {f"m{noise}": truth + noise * chooser.normal(size=truth.shape) for noise in (1, 3)}
+    ids = pa.chunked_array([[str(row) for row in range(200)]])
+    report = fit(
+        Predictions(ids, ("y",), members, dict.fromkeys(members, "none"), truth), Options(metric, "greedy")
+    )
+    weights = [member.weight or 0.0 for member in report.members]
+    assert weights[0] > 2 * weights[1]
+    assert report.over_equal.low > 0
+
+
 def test_as_few_rows_as_the_threshold_says_are_enough() -> None:
     assert fit(predictions(MIN_ROWS_PER_NUMBER), Options()).rows == MIN_ROWS_PER_NUMBER
 

@@ -181,7 +181,9 @@ def test_a_metric_that_no_fold_defines_is_said_to_be_no_mean(out_of_fold: OutOfF
     path = out_of_fold.table_of_folds("folds.csv", fold=np.arange(ROWS + 1))
     options: Any = {"labels": out_of_fold.labels, "folds_from": path, "quiet": True}
     compared = ensemble.compare(*out_of_fold.pair, ["auc", "brier"], **options)
-    assert compared.remarks == ("predictions: auc: no fold has rows with and without each label",)
+    assert compared.remarks == (
+        "predictions: auc: not defined in any fold: each label needs rows that have it and rows that lack it",
+    )
 
 
 def test_folds_are_refused_where_no_metric_ranks_rows(out_of_fold: OutOfFold) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
-from sklearn.metrics import average_precision_score, cohen_kappa_score
+from sklearn.metrics import average_precision_score, cohen_kappa_score, ndcg_score
 
 from ensemble.data.answers import Answer, compile_format, halfway
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.table import InputTable
-from ensemble.merging.metrics import METRICS, answer_scores
+from ensemble.merging.metrics import METRICS, answer_scores, find_metric
 from tests.labelled import labelled
 
 VALUES = np.array([[0.2, 0.5, 0.3], [0.4, 0.2, 0.4], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
@@ -98,7 +98,10 @@ def test_scores_of_answers_are_those_of_the_metrics() -> None:
     first = answer_scores(Answer(texts=texts), labelled(truth), values)
     assert first["accuracy"] == pytest.approx(METRICS["accuracy"].value(labelled(truth), values), abs=1e-12)
     third = answer_scores(Answer(texts=texts, top=3), labelled(truth), values)
-    assert third["map@3"] == pytest.approx(METRICS["map@3"].value(labelled(truth), values), abs=1e-12)
+    for name in ("map@3", "ndcg@3"):
+        expected = find_metric(name).value(labelled(truth), values)
+        assert third[name] == pytest.approx(expected, abs=1e-12)
+    assert third["mrr"] == third["map@3"], "of a single true label"
     soft = random.dirichlet(np.ones(5), 300)
     of_soft = answer_scores(Answer(texts=texts, top=3), labelled(soft), values)
     expected = METRICS["map@3"].value(labelled(soft), values)
@@ -115,6 +118,10 @@ def test_scores_of_labels_that_do_not_exclude_each_other() -> None:
     score = answer_scores(Answer(texts=texts, top=4), labelled(truth, "sigmoid"), values)
     expected = np.mean([average_precision_score(*pair) for pair in zip(truth, values, strict=True)])
     assert score["map@4"] == pytest.approx(expected, abs=1e-12)
+    assert score["ndcg@4"] == pytest.approx(ndcg_score(truth, values), abs=1e-12)
+    places = (-values).argsort(axis=1).argsort(axis=1) + 1
+    expected = np.mean([1 / row[is_true > 0].min() for row, is_true in zip(places, truth, strict=True)])
+    assert score["mrr"] == pytest.approx(expected, abs=1e-12)
 
 
 def test_many_rows_are_sorted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,18 @@ from ensemble.common.errors import DataError
 from ensemble.common.protocol import Activation
 from ensemble.data.answers import numbers_of
 from ensemble.merging import scoring
-from ensemble.merging.metrics import METRICS, UndefinedMetric, find_metric, order_remarks
+from ensemble.merging.metrics import (
+    METRICS,
+    UndefinedMetric,
+    find_metric,
+    krippendorff_alpha,
+    order_remarks,
+)
 from ensemble.merging.scoring import Bootstrap
 from tests.labelled import labelled
 
 _Array = npt.NDArray[Any]
+AVERAGES = ("macro", "micro", "weighted")
 
 
 def softmax_rows(rows: int, labels: int, tenths: bool = False) -> tuple[_Array, _Array]:
@@ -86,7 +95,10 @@ def of_exclusive(name: str, truth: _Array, values: _Array) -> float:
     references: dict[str, Callable[[], Any]] = {
         "log_loss": lambda: sk.log_loss(truth, values, labels=list(labels)),
         "accuracy": lambda: sk.accuracy_score(truth, predicted),
-        "macro_f1": lambda: sk.f1_score(truth, predicted, average="macro"),
+        **{f"{by}_f1": partial(sk.f1_score, truth, predicted, average=by) for by in AVERAGES},
+        "mcc": lambda: sk.matthews_corrcoef(truth, predicted),
+        "mrr": lambda: sk.label_ranking_average_precision_score(one_hot, values),
+        **{f"ndcg@{k}": partial(sk.ndcg_score, one_hot, values, k=k) for k in (1, 3, 10)},
         "cohen_kappa": lambda: sk.cohen_kappa_score(truth, predicted),
         "quadratic_kappa": lambda: sk.cohen_kappa_score(
             truth, predicted, weights="quadratic", labels=list(labels)
@@ -98,6 +110,7 @@ def of_exclusive(name: str, truth: _Array, values: _Array) -> float:
 EXCLUSIVE = [
     *("log_loss", "accuracy", "macro_f1", "auc", "brier", "ece"),
     *("cohen_kappa", "quadratic_kappa", "map@2", "map@7"),
+    *("micro_f1", "weighted_f1", "mcc", "mrr", "ndcg@1", "ndcg@3", "ndcg@10"),
 ]
 
 
@@ -108,6 +121,146 @@ def test_exclusive_labels(name: str, labels: int) -> None:
         truth, values = softmax_rows(400, labels, tenths)
         expected = of_exclusive(name, truth, values)
         assert find_metric(name).value(labelled(truth), values) == pytest.approx(expected, rel=1e-9)
+
+
+def _exactly(expected: Any) -> object:
+    return pytest.approx(float(expected), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tables_with_equal_values_and_labels_that_never_occur(seed: int) -> None:
+    """What scikit-learn says of any table, and not only of one that is as it should be."""
+    chooser = np.random.default_rng(seed)
+    labels, rows = int(chooser.integers(2, 7)), int(chooser.integers(1, 40))
+    truth = chooser.integers(0, max(1, labels - seed % 3), rows)
+    values = chooser.multinomial(5, np.ones(labels) / labels, rows) / 5
+    one_hot, each = np.eye(labels)[truth], (chooser.random((rows, labels)) < chooser.random(labels)) * 1.0
+    graded = chooser.integers(0, 5, (rows, labels)) / 4
+    of_each = np.where(chooser.random(each.shape) < 0.5, values, 1 - values)
+    predicted = values.argmax(axis=1)
+    for average in AVERAGES:
+        metric = METRICS[f"{average}_f1"]
+        expected = sk.f1_score(truth, predicted, average=average, zero_division=0)
+        assert metric.value(labelled(truth), values) == _exactly(expected)
+        expected = sk.f1_score(each, of_each > 0.5, average=average, zero_division=0)
+        assert metric.value(labelled(each, "sigmoid"), of_each) == _exactly(expected)
+    expected = sk.matthews_corrcoef(truth, predicted)
+    assert METRICS["mcc"].value(labelled(truth), values) == _exactly(expected)
+    expected = np.mean([sk.matthews_corrcoef(*pair) for pair in zip(each.T, of_each.T > 0.5, strict=True)])
+    assert METRICS["mcc"].value(labelled(each, "sigmoid"), of_each) == _exactly(expected)
+    expected = sk.label_ranking_average_precision_score(one_hot, values)
+    assert METRICS["mrr"].value(labelled(truth), values) == _exactly(expected)
+    for k in (1, 2, labels, 99):
+        metric = find_metric(f"ndcg@{k}")
+        assert metric.value(labelled(truth), values) == _exactly(sk.ndcg_score(one_hot, values, k=k))
+        expected = sk.ndcg_score(graded, of_each, k=k)
+        assert metric.value(labelled(graded, "sigmoid"), of_each) == _exactly(expected)
+
+
+def test_the_reciprocal_rank_of_several_true_labels() -> None:
+    """By hand: the first true label counts, behind false labels of its value; no true label gives 0."""
+    truth = np.array([[0, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0.4]])
+    values = np.array([[0.9, 0.8, 0.1, 0.2], [0.5, 0.5, 0.5, 0.1], [0.0] * 4, [0.1] * 4])
+    expected = (1 / 2 + 1 / 2 + 1 / 4 + 0) / 4
+    assert METRICS["mrr"].value(labelled(truth, "sigmoid"), values) == _exactly(expected)
+
+
+CORRELATIONS = {"pearson": scipy.stats.pearsonr, "spearman": scipy.stats.spearmanr}
+
+
+@pytest.mark.parametrize("name", CORRELATIONS)
+@pytest.mark.parametrize("activation", ["none", "sigmoid"])
+@pytest.mark.parametrize("origin", [0.0, 1e6])
+@pytest.mark.parametrize("rows", [2, 3, 40, 70_000])  # more than a block
+def test_correlations_are_those_of_scipy(name: str, activation: Activation, origin: float, rows: int) -> None:
+    chooser = np.random.default_rng(rows)
+    truth = chooser.normal(size=(rows, 3)).round(chooser.integers(0, 3)) + origin
+    values = (truth + chooser.normal(size=truth.shape)).round(chooser.integers(0, 4))
+    truth[0], values[0] = origin - 5, origin - 4
+    expected = np.mean([CORRELATIONS[name](*pair)[0] for pair in zip(truth.T, values.T, strict=True)])
+    result = METRICS[name].value(labelled(truth, activation), values)
+    assert result == _exactly(expected)
+    assert METRICS[name].value(labelled(truth, activation), origin - values) == _exactly(-expected)
+
+
+@pytest.mark.parametrize("name", CORRELATIONS)
+def test_a_constant_has_no_correlation(name: str) -> None:
+    truth = np.random.default_rng(0).normal(size=(7, 1))
+    for pair in [(truth, np.full((7, 1), 0.1)), (np.full((7, 1), 1e6 + 0.1), truth), (truth[:1], truth[:1])]:
+        with pytest.raises(UndefinedMetric, match="the truth or the predictions are the same number in all"):
+            METRICS[name].value(labelled(pair[0], "none"), pair[1])
+    with pytest.raises(DataError, match=f"{name}: is for regression and labels that are not exclusive, and"):
+        METRICS[name].value(labelled(np.array([0, 1])), np.eye(2))
+
+
+def test_spearman_is_the_mean_of_folds_and_pearson_that_of_all_rows() -> None:
+    chooser = np.random.default_rng(0)
+    truth, folds = chooser.normal(size=(90, 1)), np.arange(90) % 3
+    values = truth + chooser.normal(size=truth.shape) + 100 * folds[:, None]
+    known = replace(labelled(truth, "none"), folds=folds)
+    of_folds = [scipy.stats.spearmanr(truth[folds == fold], values[folds == fold])[0] for fold in range(3)]
+    assert METRICS["spearman"].value(known, values) == _exactly(np.mean(of_folds))
+    scored = Bootstrap(known).score(METRICS["spearman"], values)
+    assert (scored.value, scored.folds) == (_exactly(np.mean(of_folds)), 3)
+    assert METRICS["pearson"].value(known, values) == _exactly(scipy.stats.pearsonr(truth, values)[0][0])
+
+
+@pytest.mark.parametrize("name", CORRELATIONS)
+@pytest.mark.parametrize("noise", [0.3, 5.0])
+def test_intervals_of_correlations_are_those_of_scipy(name: str, noise: float) -> None:
+    """SciPy's resamples are ranked anew, for which their correlation is a little lower: see ``_rank_sums``."""
+    chooser = np.random.default_rng(2)
+    truth = chooser.normal(size=(500, 1)).round(1)
+    values = truth + noise * chooser.normal(size=truth.shape)
+    result = Bootstrap(labelled(truth, "none")).score(METRICS[name], values)
+    expected = scipy.stats.bootstrap(
+        (truth[:, 0], values[:, 0]), lambda *pair: CORRELATIONS[name](*pair)[0], paired=True, n_resamples=1_000,
+        vectorized=False, method="percentile", random_state=np.random.default_rng(11),
+    )  # fmt: skip
+    limits = expected.confidence_interval
+    assert result.interval.low == pytest.approx(limits.low, abs=0.1 * (limits.high - limits.low))
+    assert result.interval.high == pytest.approx(limits.high, abs=0.1 * (limits.high - limits.low))
+    assert np.std(result.replicates) == pytest.approx(expected.standard_error, rel=0.1)
+
+
+# Four observers and twelve units, in Krippendorff, "Computing Krippendorff's Alpha-Reliability" (2011), part C.
+OBSERVERS = [
+    *("123321412   ", "1233224125 3", " 3332342251 ", "12332441251 "),
+]
+
+
+def test_alpha_is_that_of_its_author() -> None:
+    given = [[float(cell) if cell.strip() else np.nan for cell in row] for row in OBSERVERS]
+    numbers = [np.array(row)[:, None] for row in given]
+    one_hot = [np.where(np.isnan(column), np.nan, column == np.arange(1, 6)) for column in numbers]
+    assert krippendorff_alpha(one_hot, "softmax") == pytest.approx(0.743, abs=5e-4)
+    assert krippendorff_alpha(numbers, "none") == pytest.approx(0.849, abs=5e-4)
+    # Values of the package krippendorff 0.9.0.
+    assert krippendorff_alpha(one_hot, "softmax") == _exactly(0.743421052631579)
+    assert krippendorff_alpha([column + 1e6 for column in numbers], "none") == _exactly(0.8491071428571428)
+
+
+def test_alpha_counts_pairs_of_members() -> None:
+    """By its definition, pair by pair; a label that nobody gives does not count."""
+    chooser = np.random.default_rng(4)
+    members = [np.column_stack([chooser.random((30, 2)), np.zeros(30)]) for _ in range(3)]
+    members[0][:9], members[1][5:12] = np.nan, np.nan
+    alphas = []
+    for label in range(2):
+        units = [
+            [float(values[row, label] > 0.5) for values in members if np.isfinite(values[row, label])]
+            for row in range(30)
+        ]
+        units = [unit for unit in units if len(unit) > 1]
+        cells = [cell for unit in units for cell in unit]
+        observed = sum(sum(a != b for a in unit for b in unit) / (len(unit) - 1) for unit in units) / len(
+            cells
+        )
+        expected = sum(a != b for a in cells for b in cells) / len(cells) / (len(cells) - 1)
+        alphas.append(1 - observed / expected)
+    assert krippendorff_alpha(members, "sigmoid") == _exactly(np.mean(alphas))
+    assert np.isnan(krippendorff_alpha([members[0][:9], members[1][:9]], "sigmoid")), "no row of two members"
+    assert np.isnan(krippendorff_alpha([members[2][:, 2:]] * 2, "sigmoid"))
 
 
 def test_labels_in_text_order_have_the_kappa_of_their_numbers() -> None:
@@ -215,10 +368,12 @@ def test_constant_predictions_are_no_better_than_chance() -> None:
 
 
 def test_names() -> None:
-    assert find_metric("map@12").name == "map@12"
+    assert [find_metric(name).name for name in ("map@12", "ndcg@7")] == ["map@12", "ndcg@7"]
     for name, advice in [
         ("logloss", "did you mean log_loss?"),
         ("map@0", "map@3"),
+        ("ndcg@0", "did you mean ndcg@10?"),
+        ("f1", "f1"),
         ("zzz", "the metrics here are"),
     ]:
         with pytest.raises(DataError) as caught:
@@ -227,7 +382,9 @@ def test_names() -> None:
         assert advice in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["log_loss", "accuracy", "macro_f1", "auc", "cohen_kappa", "brier"])
+@pytest.mark.parametrize(
+    "name", ["log_loss", "accuracy", "macro_f1", "weighted_f1", "mcc", "auc", "cohen_kappa", "brier"]
+)
 def test_intervals_are_those_of_scipy(name: str) -> None:
     truth, values = softmax_rows(150, 3)
     own = METRICS[name]
@@ -288,8 +445,9 @@ def test_the_same_seed_gives_the_same_interval() -> None:
 @pytest.mark.parametrize("name", [*METRICS])
 def test_groups_of_rows_stand_for_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sorted table, where neighbours are alike."""
-    activation: Activation = "sigmoid" if name == "rmse" else "softmax"
-    truth, values = sigmoid_rows(3_000, 3) if name == "rmse" else softmax_rows(3_000, 3)
+    of_numbers = "none" in METRICS[name].takes
+    activation: Activation = "sigmoid" if of_numbers else "softmax"
+    truth, values = sigmoid_rows(3_000, 3) if of_numbers else softmax_rows(3_000, 3)
     order = np.argsort(values[:, 0])
     truth, values = truth[order], values[order]
     by_row = Bootstrap(labelled(truth, activation)).score(METRICS[name], values)

@@ -58,7 +58,7 @@ def test_jigsaw_trains_and_predicts(project: Project, nvml_sim: NvmlSim) -> None
     training = Path(kaggle.working / "run/training/models")
     assert (training / "qwen3/all/adapter_model.safetensors").is_file()
     assert (training / "deberta/all/model.safetensors").is_file()
-    submission = kaggle.submission()
+    submission = pd.read_csv(kaggle.working / "submission.csv", dtype=str)
     sample = pd.read_csv(kaggle.input / "jigsaw-agile-community-rules/sample_submission.csv", dtype=str)
     assert submission["row_id"].tolist() == sample["row_id"].tolist()
     assert submission["rule_violation"].nunique() > 10

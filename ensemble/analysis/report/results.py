@@ -34,7 +34,7 @@ from ensemble.config.values import weight_text
 from ensemble.data.table import Truth
 from ensemble.jobs.job import job_name
 from ensemble.merging.methods.base import Values
-from ensemble.merging.metrics import ECE_BINS, METRICS, LabelledRows
+from ensemble.merging.metrics import ECE_BINS, METRICS, LabelledRows, krippendorff_alpha
 from ensemble.merging.scoring import Bootstrap, Interval, Resamples
 from ensemble.pipeline.ending import answer_texts, gain_text
 from ensemble.pipeline.prediction_files import read_as_written
@@ -247,6 +247,9 @@ def _sentences(predictions: Predictions, pairs: Mapping[tuple[str, str], Pair]) 
             lines.append(f"{' and '.join(next(iter(pairs)))} agree on {percent(shares[0])} of {unit}.")
         else:
             lines.append(f"Two members agree on {percent(shares[0])} to {percent(shares[-1])} of {unit}.")
+    alpha = krippendorff_alpha([*predictions.members.values()], predictions.activation)
+    if np.isfinite(alpha):
+        lines.append(f"Krippendorff's alpha of all members is {number(alpha, 2)}: 1 is agreement, 0 chance.")
     correlations = {names: pair.correlation for names, pair in pairs.items() if np.isfinite(pair.correlation)}
     if not correlations:
         return [*lines, "Some members give every row the same values, so their values do not correlate."]

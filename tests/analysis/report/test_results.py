@@ -219,6 +219,11 @@ def test_agreement_says_who_is_right_where_two_differ(made: Made) -> None:
         rf" m0 / m1 0\.\d\d {differ:,} .* {item:,} {other:,} {differ - item - other:,} m0 ", text
     )
     assert "errors correlate at" in text
+    # Of two members without missing rows: https://doi.org/10.1080/19312450709336664, equation 3.
+    counts = np.bincount(np.concatenate([first, second]))
+    total = counts.sum()
+    alpha = 1 - (total - 1) * differ / (total**2 - (counts**2).sum()) * 2
+    assert f"Krippendorff's alpha of all members is {alpha:.2f}: 1 is agreement, 0 chance." in text
     merged = np.mean([*members.values()], axis=0)
     errors = np.array([(values - np.eye(values.shape[1])[truth]).ravel() for values in members.values()])
     correlation = np.asarray(np.corrcoef(errors))[0, 1]
