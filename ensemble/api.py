@@ -299,8 +299,9 @@ def fit(
     label_column: str | None = None,
     id_column: str | None = None,
     metric: str = "log_loss",
+    group: str | None = None,
     method: Literal["equal", "best_member", "simplex", "greedy", "stacking", "auto"] | None = None,
-    calibration: Literal["none", "temperature", "vector"] = "none",
+    calibration: Literal["none", "temperature", "vector", "isotonic"] = "none",
     merge_method: Literal["mean", "geometric_mean"] | None = None,
     activation: Activation | None = None,
     folds: int = 5,
@@ -320,13 +321,14 @@ def fit(
     Args:
         sources: YAML files of a run (later files override earlier ones), or CSVs of members' predictions.
         overrides, quiet: as for ``run``.
-        labels, label_column, columns, folds_from: as for ``compare``.
+        labels, label_column, columns, folds_from, group: as for ``compare``.
         id_column, activation, partial: as for ``merge``.
-        metric: Metric to optimize.
+        metric: Metric to optimize; also a function of yours, such as my_metric.py:score.
         method: Weights that minimize log loss (simplex), greedy selection for any metric, a logistic regression
             (stacking), equal weights, the best member alone, or auto, which compares all of these on held-out rows
             (default: simplex for log_loss, greedy for other metrics).
-        calibration: Calibration of each member: one temperature, or a scale and bias per label (vector).
+        calibration: Calibration of each member: one temperature, a scale and bias per label (vector), or a rising
+            line per label (isotonic).
         merge_method: Merge method that the weights of CSVs are for (default: mean); a CONFIG names its own.
         folds: Number of cross-validation folds.
         seed: Random seed for the folds.
@@ -354,7 +356,7 @@ def fit(
         report, text = fit_sources(
             paths,
             lambda configs: _load(configs, overrides, quiet),
-            Options(metric, method, calibration, folds, seed, merge_method or "mean"),
+            Options(metric, method, calibration, folds, seed, merge_method or "mean", group=group),
             labels=table,
             label_column=label_column,
             id_column=id_column,
@@ -387,6 +389,7 @@ def compare(
     activation: Activation | None = None,
     columns: Sequence[str] = (),
     folds_from: FilePath | None = None,
+    group: str | None = None,
     quiet: bool = False,
 ) -> Comparison:
     """Compare two runs, or two CSVs of predictions.
@@ -398,13 +401,15 @@ def compare(
         first: The output_dir of a run, or a CSV of predictions.
         second: The run or CSV to compare with, for the same rows; name a run twice for its own metrics.
         metrics: log_loss, accuracy, macro_f1, micro_f1, weighted_f1, mcc, auc, brier, ece, cohen_kappa,
-            quadratic_kappa, map@K, ndcg@K, mrr, rmse, pearson or spearman; repeatable.
+            quadratic_kappa, map@K, ndcg@K, mrr, rmse, pearson, spearman, or a function of yours, such as
+            my_metric.py:score; repeatable.
         labels: Table with the true labels, if the run's table has none.
         label_column: Column of the true labels (default: label, or a column per label).
         id_column, activation: as for ``merge``.
         columns: Label column of CSVs to read (default: all).
         folds_from: Table with the columns id and fold, if each fold's rows were predicted by a model of its own:
             auc is then the mean over the folds (default: training/folds.csv beside a folder oof).
+        group: Column of the table with the true labels, over whose groups of rows metrics are averaged.
         quiet: Print nothing but errors.
 
     Note:
@@ -424,6 +429,7 @@ def compare(
         activation,
         _names("columns", columns),
         _optional_input(folds_from),
+        group,
     )
     show("analyses.compare", result, _stream(quiet))
     return result

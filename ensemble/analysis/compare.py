@@ -158,6 +158,7 @@ def compare(
     activation: Activation | None = None,
     columns: Sequence[str] = (),
     folds_from: Path | None = None,
+    group: str | None = None,
 ) -> Comparison:
     """Compare two runs, two CSVs of predictions, or a run with a CSV; see ``ensemble.compare``.
 
@@ -206,7 +207,7 @@ def compare(
     try:
         source_a, source_b = _common(source_a, source_b, remarks)
     except DataError as error:
-        if settings is None or metrics:
+        if settings is None or metrics or group:
             raise
         return replace(result, remarks=(*remarks, *error.problems))
     sides = source_a.predictions, source_b.predictions
@@ -217,7 +218,7 @@ def compare(
         made_elsewhere=any(side.made_elsewhere for side in sides),
     )
     numbers = numbers_of(predictions.labels)
-    chosen = [find_metric(name, numbers) for name in requested or USUAL[kind]]
+    chosen = [find_metric(name, numbers, group) for name in requested or USUAL[kind]]
     if folds_from is not None:
         predictions = predictions.with_folds(folds_from, id_column, chosen)
     others = source_b.by_name(source_a)
@@ -232,14 +233,17 @@ def compare(
         predictions = read_truth(predictions, labels, label_column or LABEL_COLUMN, id_column)
         remarks += predictions.remarks
     else:
-        predictions = replace(predictions, truth=_agreed_truth(source_a, source_b, remarks))
+        truth = _agreed_truth(source_a, source_b, remarks)
+        data = sides[0].truth_data or sides[1].truth_data
+        predictions = replace(predictions, truth=truth, truth_data=data)
+    predictions = predictions.with_groups([group])
     changed: tuple[MetricChange, ...] = ()
     if predictions.truth is not None:
         remarks += order_remarks(requested, predictions.labels)
         changed = tuple(_metric_changes(pairs, chosen, Bootstrap(predictions.labelled), remarks))
         scored = {change.metric for change in changed}
         remarks += predictions.ranking_remarks(metric for metric in chosen if metric.name in scored)
-    if requested and not changed:
+    if (requested or group) and not changed:
         problem = "no metric could be computed"
         if predictions.truth is None:
             problem = "metrics need the truth; name its table (--labels)"
@@ -397,6 +401,8 @@ def _metric_changes(
             except UndefinedMetric as error:
                 remarks += [f"{name}: {problem}" for problem in error.problems]
                 continue
+            if ours.partition is not None:
+                remarks.append(f"{metric.name}: {ours.partition.text}")
             yield MetricChange(
                 name=name,
                 metric=metric.name,

@@ -32,6 +32,7 @@ from ensemble.analysis.weights import (
     WeightedBlend,
     answered,
     fit_greedy,
+    fit_isotonic,
     fit_stacking,
     fit_temperature,
     fit_thresholds,
@@ -56,7 +57,7 @@ from ensemble.merging.metrics import Rows as ScoredRows
 from ensemble.merging.scoring import Bootstrap, Interval, Scored
 
 Method: TypeAlias = Literal["equal", "best_member", "simplex", "greedy", "stacking", "auto"]
-CalibrationMethod: TypeAlias = Literal["none", "temperature", "vector"]
+CalibrationMethod: TypeAlias = Literal["none", "temperature", "vector", "isotonic"]
 Rows: TypeAlias = npt.NDArray[np.int64]
 Blend: TypeAlias = WeightedBlend | StackingFit
 Calibrations: TypeAlias = dict[str, CalibrationConfig | None]
@@ -69,6 +70,7 @@ _LOG_LOSS_METHODS: Final = ("simplex", "stacking")
 # Rows for each fitted number.  A fitted number costs log loss on new rows, on average 1 / (2 rows) nats (Akaike):
 # with fewer rows all numbers together cost 0.05 or more, and weights hardly ever gain as much.
 MIN_ROWS_PER_NUMBER: Final = 10
+_STEPS = 10  # as so many numbers counts an isotonic regression
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class Options:
     """Say what to fit; ``pool`` is the merge method that the weights are for.
 
     For the quadratic kappa thresholds are fitted, too, between ``numbers`` of the labels; none: see ``numbers_of``.
-    Without a ``method`` it is "simplex" for log loss and "greedy" for other metrics.
+    Without a ``method`` it is "simplex" for log loss and "greedy" for other metrics. ``group`` is the column of the
+    groups over which the metric is averaged.
 
     Raises:
         ConfigError: a word is unknown, or a number out of range.
@@ -89,10 +92,11 @@ class Options:
     seed: int = 0
     pool: Pool = "mean"
     numbers: tuple[float, ...] = ()
+    group: str | None = None
 
     def __post_init__(self) -> None:
         if self.method is None:
-            object.__setattr__(self, "method", "simplex" if self.metric == LOG_LOSS else "greedy")
+            object.__setattr__(self, "method", "simplex" if self.score_name == LOG_LOSS else "greedy")
         for key, word, words in (
             ("method", self.method, get_args(Method)),
             ("calibration", self.calibration, get_args(CalibrationMethod)),
@@ -106,6 +110,11 @@ class Options:
                 raise ConfigError(
                     f"{key}: give a whole number of at least {least}, not {quoted(str(number))}"
                 )
+
+    @property
+    def score_name(self) -> str:
+        """Return the metric, such as ``auc by rule``."""
+        return self.metric if self.group is None else f"{self.metric} by {self.group}"
 
     @property
     def title(self) -> str:
@@ -164,8 +173,7 @@ class FitReport:
         stacking: None if the ensemble has weights.
         fitted_on: the labelled rows, and the score with its 95 % interval, as ``weights.yaml`` has them.
         thresholds: None unless the metric is the quadratic kappa.
-        folds_scored: the number of folds in which the metric is defined, if figures are means over folds; None if
-            the metric is taken of all rows at once.
+        mean_over: the folds or groups over which the figures are means, in words; empty if they are of all rows.
         rejected: a fit that is worse than equal weights by more than noise, so that these were taken instead.
         candidates: what ``--method auto`` compared, the fewest numbers to fit first; empty without it.
     """
@@ -186,7 +194,7 @@ class FitReport:
     stacking: StackingFit | None
     remarks: tuple[str, ...]
     fitted_on: FittingConfig
-    folds_scored: int | None
+    mean_over: str
     thresholds: FittedThresholds | None = None
     candidates: tuple[Candidate, ...] = ()
     rejected: FitReport | None = None
@@ -229,7 +237,7 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
 
 def metric_of(options: Options, predictions: Predictions) -> Metric:
     """Return the metric that is fitted for; raises a DataError if it is unknown."""
-    return find_metric(options.metric, options.numbers or numbers_of(predictions.labels))
+    return find_metric(options.metric, options.numbers or numbers_of(predictions.labels), options.group)
 
 
 def fit_sample(
@@ -295,11 +303,11 @@ def fit_sample(
         fitted_on=FittingConfig(
             rows=predictions.rows,
             sha256=truth_sha256(predictions.ids, predictions.labels, predictions.labelled.truth),
-            metric=options.metric,
+            metric=options.score_name,
             value=merged.value,
             interval=None if np.isnan(interval.low) else (interval.low, interval.high),
         ),
-        folds_scored=scorer.folds_scored,
+        mean_over="" if scorer.partition is None else scorer.partition.text,
         thresholds=thresholds,
     )
 
@@ -333,9 +341,9 @@ def values_to_merge(sample: Predictions, calibrations: Calibrations, options: Op
 
 def check(sample: Predictions, options: Options, metric: Metric) -> None:
     """Raise what is wrong with the options or the rows."""
-    if options.method in _LOG_LOSS_METHODS and options.metric != LOG_LOSS:
+    if options.method in _LOG_LOSS_METHODS and options.score_name != LOG_LOSS:
         raise ConfigError(
-            f"--method {options.method} is for log_loss; for {options.metric} use --method greedy"
+            f"--method {options.method} is for log_loss; for {options.score_name} use --method greedy"
         )
     if sample.activation == "none" and (options.calibration != "none" or options.method in _LOG_LOSS_METHODS):
         raise ConfigError(
@@ -405,7 +413,8 @@ def problems_of(sample: Predictions, options: Options, metric: Metric) -> Iterat
 def fitted_numbers(sample: Predictions, options: Options) -> int:
     """Return how many numbers are fitted to the rows."""
     members, labels = len(sample.members), len(sample.labels)
-    numbers = members * {"none": 0, "temperature": 1, "vector": 2 * labels}[options.calibration]
+    of_member = {"none": 0, "temperature": 1, "vector": 2 * labels, "isotonic": _STEPS * labels}
+    numbers = members * of_member[options.calibration]
     if options.method == "best_member":
         numbers //= members
     elif options.method in ("simplex", "greedy"):
@@ -431,6 +440,9 @@ def fit_calibrations(sample: Predictions, options: Options) -> Calibrations:
             known = replace(known, truth=one_hot(known.truth, values.shape[1]))
         if options.calibration == "temperature":
             settings = CalibrationConfig(temperature=fit_temperature(values, known))
+        elif options.calibration == "isotonic":
+            lines = fit_isotonic(values, known).items()
+            settings = CalibrationConfig(isotonic={sample.labels[label]: line for label, line in lines})
         else:
             scale, bias = fit_vector_scaling(values, known)
             settings = CalibrationConfig(
@@ -540,8 +552,8 @@ def with_folds_to_score(sample: Predictions, options: Options, metric: Metric) -
     if metric.kind != "ranks" or sample.folds is None:
         remarks = (*sample.remarks, *sample.ranking_remarks([metric]))
         return replace(sample, folds=None, remarks=remarks), options
-    parts = metric.folds_to_score(sample.labelled, next(iter(sample.members.values())))
-    if len(parts) < 2:
+    partition = metric.partition(sample.labelled, next(iter(sample.members.values())))
+    if partition is None or len(partition.parts) < 2:
         remark = f"{metric.name}: defined in one of the models' folds alone, so all rows are ranked together"
         return replace(sample, folds=None, remarks=(*sample.remarks, remark)), options
     numbers, fold_of = np.unique(sample.folds, return_inverse=True)
@@ -567,13 +579,13 @@ def folds(truth: Truth, count: int, seed: int) -> Rows:
 
 
 class HeldOutScorer:
-    """Score held-out values on the same resamples; a metric that ranks rows is the mean over folds."""
+    """Score held-out values on the same resamples; for the means over folds or groups see ``Metric.partition``."""
 
     def __init__(self, sample: Predictions, metric: Metric, fold_of: Rows) -> None:
         self._metric = metric
         self._bootstrap = Bootstrap(replace(sample.labelled, folds=fold_of))
         try:
-            self.folds_scored = self.score(next(iter(sample.members.values()))).folds
+            self.partition = self.score(next(iter(sample.members.values()))).partition
         except UndefinedMetric as error:
             raise DataError(
                 [f"{problem}; use fewer --folds, or --metric log_loss" for problem in error.problems]
@@ -647,7 +659,7 @@ def compare_candidates(
     held_out = _held_out(ways, sample, metric, fold_of)
     scores = _scores(held_out, sample, metric, fold_of)
     log_losses: dict[Options, tuple[float, Interval]] = {}
-    if options.metric == LOG_LOSS:
+    if options.score_name == LOG_LOSS:
         log_losses = scores
     elif sample.activation != "none":
         log_losses = _scores(held_out, sample, find_metric(LOG_LOSS), fold_of)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar, get_args
 
@@ -27,7 +28,7 @@ from ensemble.data.formats import column_names
 from ensemble.data.ids import ID_COLUMN, all_ids, match_ids, refuse_repeated_ids
 from ensemble.data.input_file import missing_column
 from ensemble.data.predictions_csv import PredictionFile, file_stem, guessed_id_column
-from ensemble.data.table import InputTable, TableNeeds, Truth, distinct_cells, read_table
+from ensemble.data.table import DistinctCells, InputTable, TableNeeds, Truth, distinct_cells, read_table
 from ensemble.merging.blocks import RowCheck
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods.base import Values
@@ -74,6 +75,8 @@ class Predictions:
         post: the labels that are possible in each row, and the rules, as a run merged them; for files all and none.
         folds: which rows were predicted by models of their own, as files in ``oof/`` are: the fold of each row,
             int64 [rows]; None: not known, or one model for all rows.
+        groups: the cells of the columns that divide the rows into groups, by column.
+        truth_data: the table with the truth; None if that is unknown.
         made_elsewhere: whether some come from files, which may have folds that are not known.
         remarks: sentences for the user: which rows are left out, why there is no truth.
     """
@@ -87,6 +90,8 @@ class Predictions:
     remarks: tuple[str, ...] = ()
     post: PostProcess = field(default_factory=PostProcess)
     folds: Folds | None = None
+    groups: Mapping[str, DistinctCells] = field(default_factory=dict)
+    truth_data: DataConfig | None = None
     made_elsewhere: bool = False
 
     @property
@@ -105,7 +110,17 @@ class Predictions:
             raise DataError(
                 "no true labels: --labels names the file that has them, or data.label_column the column"
             )
-        return LabelledRows(self.truth, self.activation, self.post.possible, self.folds)
+        return LabelledRows(
+            self.truth, self.activation, self.post.possible, self.folds, self.groups, self.labels
+        )
+
+    def with_groups(self, columns: Iterable[str | None]) -> Predictions:
+        """Return the same with the groups that columns of the table with the truth divide its rows into."""
+        names, data = [*filter(None, columns)], self.truth_data
+        if data is None:
+            return self
+        read = partial(_cells_of, data.path, self.ids, data.id_column, use="group")
+        return replace(self, groups={name: read(column=name) for name in names})
 
     def with_folds(self, path: Path, id_column: str | None, metrics: Iterable[Metric]) -> Predictions:
         """Return the same with the folds that a table has, for metrics that rank rows; see ``read_folds``.
@@ -120,11 +135,10 @@ class Predictions:
         return replace(self, folds=read_folds(path, self.ids, id_column))
 
     def ranking_remarks(self, metrics: Iterable[Metric]) -> list[str]:
-        """Return a sentence on each metric that ranks rows, where several models may have predicted them."""
-        names = [metric.name for metric in metrics if metric.kind == "ranks"]
-        if self.folds is not None:
-            return [f"{name}: the mean over the folds, each ranked by itself" for name in names]
-        return [f"{name} {_FOLDS_UNKNOWN}" for name in names if self.made_elsewhere]
+        """Return a sentence on each metric that ranks all rows, if several models may have predicted them."""
+        if self.folds is not None or not self.made_elsewhere:
+            return []
+        return [f"{metric.name} {_FOLDS_UNKNOWN}" for metric in metrics if metric.kind == "ranks"]
 
     def taken(self, rows: npt.NDArray[np.int64]) -> Predictions:
         """Return the rows of these numbers, in this order."""
@@ -136,6 +150,7 @@ class Predictions:
             ensemble=None if self.ensemble is None else taken(self.ensemble, rows),
             post=self.post.taken(rows),
             folds=None if self.folds is None else self.folds[rows],
+            groups={column: cells.taken(rows) for column, cells in self.groups.items()},
         )
 
     def as_merged(
@@ -248,12 +263,20 @@ def read_folds(
     Raises:
         DataError: the table lacks a column, or rows, or has rows without a fold.
     """
+    return _cells_of(path, ids, id_column, _FOLD_COLUMN, "fold", may_lack).numbers
+
+
+def _cells_of(
+    path: Path, ids: pa.ChunkedArray, id_column: str | None, column: str, use: str, may_lack: bool = False
+) -> DistinctCells:
+    """Return a table's cells in a column, in the order of ``ids``, with the number -1 for rows that it lacks."""
     header = column_names(path)
     if id_column is None or id_column not in header:
-        id_column = guessed_id_column(header, (_FOLD_COLUMN,))
-    table = read_table(path, TableNeeds(id_column, also={_FOLD_COLUMN: "the folds"}))
-    rows = _rows_of(ids, path, table, "the fold of each row is needed", may_lack)
-    return np.where(rows < 0, -1, distinct_cells(path, table, _FOLD_COLUMN).numbers[rows])
+        id_column = guessed_id_column(header, (column,))
+    table = read_table(path, TableNeeds(id_column, also={column: f"the {use}s"}))
+    rows = _rows_of(ids, path, table, f"the {use} of each row is needed", may_lack)
+    cells = distinct_cells(path, table, column)
+    return replace(cells, numbers=np.where(rows < 0, -1, cells.numbers[rows]))
 
 
 def _rows_of(
@@ -339,7 +362,7 @@ def read_truth_of(predictions: Predictions, data: DataConfig, limit: int | None 
     truth: Truth = table.truth[rows]
     if truth.ndim == 2 and activation == "softmax" and bool(np.isin(truth, (0.0, 1.0)).all()):
         truth = np.asarray(truth.argmax(axis=1), np.int64)
-    return replace(predictions, truth=truth, remarks=tuple(remarks))
+    return replace(predictions, truth=truth, remarks=tuple(remarks), truth_data=data)
 
 
 def _truth_columns(
@@ -460,7 +483,8 @@ def _with_truth_of_run(predictions: Predictions, report: RunReport, label_column
     if not data.has_truth:
         return predictions
     data, limit = data.model_copy(update={"path": report.table_path()}), document.data.get("limit")
-    return read_truth_of(predictions, data, limit if isinstance(limit, int) else None)
+    predictions = read_truth_of(predictions, data, limit if isinstance(limit, int) else None)
+    return predictions.with_groups(metric.group for metric in report.metrics)
 
 
 def run_settings(report: RunReport) -> dict[str, object]:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from scipy.optimize import minimize
 from scipy.special import expit, logsumexp
 
+from ensemble.config.schema import IsotonicConfig
 from ensemble.data.answers import Answer, halfway
 from ensemble.data.table import Truth
 from ensemble.merging.calibration import EPSILON, features, probabilities_of
@@ -93,6 +94,25 @@ def fit_vector_scaling(values: Values, known: LabelledRows) -> tuple[Values, Val
     options = {"ftol": 1e-13, "gtol": 1e-7, "maxiter": 500}
     best = minimize(loss, start, jac=True, method="L-BFGS-B", options=options)
     return best.x[:labels], best.x[labels:]
+
+
+def fit_isotonic(values: Values, known: LabelledRows) -> dict[int, IsotonicConfig]:
+    """Return scikit-learn's isotonic regression of each label's truth, by the label's number.
+
+    Labels that all rows have, or none, are left out. Arguments are as for ``fit_temperature``.
+    """
+    from sklearn.isotonic import IsotonicRegression
+
+    rows, lines = sampled_rows(len(values), MAX_ROWS), dict[int, IsotonicConfig]()
+    for label, targets in enumerate(one_hot(known.truth, values.shape[1])[rows].T):
+        is_used = np.ones(len(rows), np.bool_) if known.possible is None else known.possible[rows, label]
+        if len(np.unique(targets[is_used])) > 1:
+            model = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip")
+            model.fit(values[rows, label][is_used], targets[is_used])
+            lines[label] = IsotonicConfig(
+                x=(*model.X_thresholds_.tolist(),), y=(*model.y_thresholds_.tolist(),)
+            )
+    return lines
 
 
 def loss_of_scores(scores: Values, targets: Values, kind: Kind) -> tuple[float, Values]:

@@ -24,7 +24,7 @@ from ensemble.analysis.weights import FittedThresholds, Pool, StackingFit
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.files import settings_file
 from ensemble.common.protocol import Activation
-from ensemble.common.text import plural
+from ensemble.common.text import metric_words, plural
 from ensemble.config import CalibrationConfig, ConfigSource, LoadedConfig, MappingConfig
 from ensemble.config.document import parse
 from ensemble.data.answers import whole_numbers
@@ -127,7 +127,7 @@ def _fitted(
 ) -> FitReport:
     if folds_from is not None:
         predictions = predictions.with_folds(folds_from, id_column, [find_metric(options.metric)])
-    return fit(predictions, options)
+    return fit(predictions.with_groups([options.group]), options)
 
 
 def _is_config(source: ConfigSource) -> bool:
@@ -225,8 +225,13 @@ def _overlay(report: FitReport, method: str, sources: str, columns: Mapping[str,
     ``sources`` names the fitted predictions, ``columns`` are the submission's, which get the fitted thresholds.
     """
     today = time.strftime("%Y-%m-%d", time.gmtime())
-    calibration = {"none": "", "temperature": ", temperature", "vector": ", vector scaling"}
-    how = f"{report.options.method}{calibration[report.options.calibration]}"
+    names = {
+        "none": "",
+        "temperature": ", temperature",
+        "vector": ", vector scaling",
+        "isotonic": ", isotonic",
+    }
+    how = f"{report.options.method}{names[report.options.calibration]}"
     head = [
         f"By `ensemble fit` on {today}: {how}; {sources}, {plural(report.rows, 'labelled row')}.",
         *verdicts(report),
@@ -262,6 +267,8 @@ def _overlay(report: FitReport, method: str, sources: str, columns: Mapping[str,
 def _calibration(calibration: CalibrationConfig | None) -> dict[str, Any] | None:
     if calibration is None:
         return None
+    if calibration.isotonic:
+        return calibration.model_dump(mode="json", include={"isotonic"})
     if not calibration.scale:
         return {"temperature": _short(calibration.temperature)}
     document = calibration.model_dump(include={"scale", "bias"})
@@ -296,7 +303,7 @@ def check_output(output: Path, may_replace: bool, sources: Sequence[Path], *tabl
 
 def verdicts(report: FitReport) -> Iterator[str]:
     """Yield sentences that compare the fit with equal weights, with the best member, and without each member."""
-    metric, equal = report.options.metric.replace("_", " "), report.over_equal
+    metric, equal = metric_words(report.options.score_name), report.over_equal
     if report.rejected is not None:
         worse = difference(report.rejected.over_equal)
         yield f"Equal weights are kept: {report.rejected.options.title} does worse on held-out rows, {worse}."
@@ -304,10 +311,13 @@ def verdicts(report: FitReport) -> Iterator[str]:
         yield from _comparison(report, report.chosen)
     yield (
         f"Held-out {metric} {_number(report.score, equal)}: {plural(report.rows, 'row')}, each predicted by a fit "
-        f"to the other folds ({report.options.folds} folds; in brackets 95 % intervals).{_by_fold(report)}"
+        f"to the other folds ({report.options.folds} folds; in brackets 95 % intervals)."
+        + f" The figures are {report.mean_over}."
+        * bool(report.mean_over)
     )
     if report.rejected is None:
-        as_well = "" if equal.excludes_zero or report.candidates else " Equal weights do as well."
+        is_open = equal.excludes_zero or report.candidates or math.isnan(equal.low)
+        as_well = "" if is_open else " Equal weights do as well."
         yield f"{_against('equal weights', report.equal, equal)}{as_well}"
     if len(report.members) > 1:
         best = f"the best member, {report.best_member}"
@@ -352,7 +362,7 @@ def verdicts(report: FitReport) -> Iterator[str]:
 
 def _comparison(report: FitReport, chosen: Candidate) -> Iterator[str]:
     """Yield which way to merge is fitted, and why; and whether it, or the best one, is worse by log loss."""
-    metric, ways = report.options.metric.replace("_", " "), report.candidates
+    metric, ways = metric_words(report.options.score_name), report.candidates
     best = max(ways, key=lambda way: way.behind.value)
     why = "it is the best on held-out rows, and none that is simpler is as good"
     if chosen is not best:
@@ -361,24 +371,13 @@ def _comparison(report: FitReport, chosen: Candidate) -> Iterator[str]:
             f"than the best on held-out rows, {best.options.title}"
         )
     yield f"Of {plural(len(ways), 'way')} to merge, {chosen.options.title} is fitted: {why}."
-    if report.options.metric == LOG_LOSS:
+    if report.options.score_name == LOG_LOSS:
         return
     for way in dict.fromkeys((best, chosen)):
         behind = way.log_loss_behind
         if behind is not None and behind.high < 0:
             rank = "wins" if way is best else "is as good by"
             yield f"{way.options.title} {rank} {metric}, and loses the log loss: {difference(behind)}."
-
-
-def _by_fold(report: FitReport) -> str:
-    """Return a sentence about the folds that are scored apart; empty if all rows are scored together."""
-    scored, folds = report.folds_scored, report.options.folds
-    if scored is None:
-        return ""
-    text = f" Each fold is scored by itself; the figures are the mean of {plural(scored, 'fold')}"
-    if scored < folds:
-        text += f"; {folds - scored} of {folds} folds left out, which lack rows with or without some label"
-    return f"{text}."
 
 
 def difference(gain: Interval, above: str = "better", below: str = "worse") -> str:
@@ -393,7 +392,7 @@ def difference(gain: Interval, above: str = "better", below: str = "worse") -> s
 
 def _against(other: str, value: float, gain: Interval) -> str:
     text = f"Against {other} ({_number(value, gain)}): {difference(gain)}"
-    if text.endswith("no difference"):
+    if text.endswith("no difference") or math.isnan(gain.low):
         return f"{text}."
     return f"{text}, more than noise." if gain.excludes_zero else f"{text}, which is no more than noise."
 

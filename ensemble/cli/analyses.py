@@ -12,7 +12,7 @@ from ensemble.analysis.fit import FitReport
 from ensemble.analysis.tune import MemberTuning, Trial, Tuning
 from ensemble.analysis.weights_file import difference, verdicts
 from ensemble.cli.layout import Table, table
-from ensemble.common.text import duration, gib, percent_of, plural, rate, written
+from ensemble.common.text import duration, gib, metric_words, percent_of, plural, rate, written
 from ensemble.config import CalibrationConfig
 from ensemble.merging.metrics import METRIC_KINDS
 from ensemble.merging.scoring import Interval
@@ -122,7 +122,7 @@ def _with_interval(interval: Interval, sign: str = "") -> str:
 
 def fit(report: FitReport) -> Iterator[str | Table]:
     """Yield each member's weight, calibration and gain; then how good the fit is on held-out rows."""
-    metric = report.options.metric.replace("_", " ")
+    metric = metric_words(report.options.score_name)
     if report.candidates:
         yield table(  # the ways to merge, each against the best one; with the log loss if another metric decides
             report.candidates,
@@ -155,6 +155,8 @@ def fit(report: FitReport) -> Iterator[str | Table]:
 def _calibration(calibration: CalibrationConfig | None) -> str:
     if calibration is None:
         return ""
+    if calibration.isotonic:
+        return "isotonic"
     return "vector" if calibration.scale else f"{calibration.temperature:.3f}"
 
 

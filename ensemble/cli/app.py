@@ -68,11 +68,12 @@ _OPTIONS: dict[str, Any] = {
     "columns": Annotated[list[str], option("--label", "NAME", show_default=False)],
     "id_column": Annotated[str | None, option("--id-column", "NAME")],
     "metric": Annotated[str, option("--metric", "NAME")],
+    "group": Annotated[str | None, option("--group", "COLUMN")],
     "method": Annotated[
         Literal["equal", "best_member", "simplex", "greedy", "stacking", "auto"] | None,
         option("--method", show_default=False),
     ],
-    "calibration": Annotated[Literal["none", "temperature", "vector"], option("--calibration")],
+    "calibration": Annotated[Literal["none", "temperature", "vector", "isotonic"], option("--calibration")],
     "merge_method": Annotated[Literal["mean", "geometric_mean"] | None, option("--merge-method")],
     "weights": Annotated[Path | None, option("--weights", "YAML")],
     "activation": Annotated[Activation | None, option("--activation")],

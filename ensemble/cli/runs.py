@@ -38,7 +38,8 @@ def summary(report: RunReport) -> Iterator[str | Table]:
     totals = (
         [[ENSEMBLE_ROW, *[""] * 6, *_scores(report, ENSEMBLE_ROW)]] if ENSEMBLE_ROW in report.scores else []
     )
-    yield Table(_HEADERS, rows, totals)
+    yield Table([*_HEADERS, *_metrics(report)], rows, totals)
+    yield from (f"! {remark}" for remark in report.metric_remarks)
     yield gain_text(report)
     yield fitted_text(report)
     yield from answer_texts(report)
@@ -97,6 +98,11 @@ def _cells(report: RunReport, member: MemberReport) -> list[str | int]:
     ]
 
 
+def _metrics(report: RunReport) -> list[str]:
+    """Return the names of the config's metrics that have values."""
+    return [*dict.fromkeys(name for score in report.scores.values() for name in score.metrics)]
+
+
 def _scores(report: RunReport, name: str) -> list[str]:
     score = report.scores.get(name)
     if score is None:
@@ -106,6 +112,7 @@ def _scores(report: RunReport, name: str) -> list[str]:
         mark + written(score.log_loss, ".4f"),
         written(score.accuracy, ".1%"),
         written(score.rmse, ".4g"),
+        *(written(score.metrics.get(metric), ".4f") for metric in _metrics(report)),
     ]
 
 

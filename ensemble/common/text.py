@@ -152,6 +152,12 @@ def similar_file(path: Path) -> str:
         return ""
 
 
+def metric_words(name: str) -> str:
+    """Return a metric's name in words; the names of a user's file and of a column stay as they are."""
+    metric, by, column = name.partition(" by ")
+    return (metric if ":" in metric else metric.replace("_", " ")) + by + column
+
+
 def listed(names: Sequence[str], most: int = 20, show: Callable[[str], str] | None = None) -> str:
     """Return names for a message: with commas, cut after ``most``, each written by ``show``, or quoted."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""

@@ -24,7 +24,7 @@ from pydantic import (
     field_validator,
 )
 
-from ensemble.common.text import did_you_mean, listed, plural
+from ensemble.common.text import did_you_mean, listed, metric_words, plural
 from ensemble.config.document import KeyProblems, Problem, place
 from ensemble.config.values import (
     Address,
@@ -58,6 +58,7 @@ from ensemble.config.values import (
     Names,
     Number,
     Part,
+    Probabilities,
     Retries,
     RisingNumbers,
     Seed,
@@ -412,16 +413,34 @@ class TrainConfig(StrictConfig):
             yield (key,), "is for training from a base_model; the command decides it here"
 
 
+class IsotonicConfig(StrictConfig):
+    """The points of a line, which is level beyond them."""
+
+    x: RisingNumbers = Field(examples=["[0.02, 0.4, 0.97]"])  # the member's probabilities
+    y: Probabilities = Field(examples=["[0.05, 0.5, 0.9]"])  # what they become
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        if len(self.x) != len(self.y):
+            yield ("y",), f"{len(self.y):,} for {len(self.x):,} of x; give one for each"
+
+
 class CalibrationConfig(StrictConfig):
     """A calibration of a member's probabilities before the merge, as ``fit`` finds it."""
 
     temperature: Temperature = 1.0  # above 1 the member is less sure, below 1 more sure
     scale: Factors = Field(default_factory=dict)  # by label: factor of its log probability; 1 if left out
     bias: Factors = Field(default_factory=dict)  # by label: added to the log probability; 0 if left out
+    # By label: {x: [...], y: [...]}, the line from its probabilities to others, before rows are scaled to 1.
+    isotonic: Annotated[dict[str, IsotonicConfig], MustBe("a mapping of labels to lines", dict)] = Field(
+        default_factory=dict, examples=["{positive: {x: [0.02, 0.4, 0.97], y: [0.05, 0.5, 0.9]}}"]
+    )
 
     older_keys: ClassVar[Mapping[str, str]] = {"temperature": "t temp", "scale": "w", "bias": "b"}
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        if self.isotonic and self.model_copy(update={"isotonic": {}}) != CalibrationConfig():
+            yield ("isotonic",), "temperature, scale or bias is given as well; keep one way"
+        yield from foreign_labels("isotonic", self.isotonic, labels)
         yield from foreign_labels("scale", self.scale, labels)
         yield from foreign_labels("bias", self.bias, labels)
 
@@ -764,14 +783,21 @@ class FittingConfig(StrictConfig):
     @property
     def text(self) -> str:
         """Return the score of the weights on rows that they were not fitted on, in words."""
-        metric = self.metric.replace("_", " ")
-        text = f"fitted on these {plural(self.rows, 'row')}; held-out {metric}: {self.value:.4f}"
+        text = f"fitted on these {plural(self.rows, 'row')}; held-out {metric_words(self.metric)}: {self.value:.4f}"
         if self.interval is None:
             return text
         low, high = self.interval
         return f"{text} (95 % interval {low:.4f} to {high:.4f})"
 
 
+class MetricConfig(StrictConfig):
+    """A metric to show."""
+
+    name: Text = Field(examples=["auc"])  # or a function of yours: my_metric.py:score
+    group: Column | None = None  # column of groups of rows, over which it is averaged
+
+
+Metrics = Annotated[tuple[MetricConfig, ...], MustBe("a list of metrics such as {name: auc}", list)]
 Ensemble = SerializeAsAny[EnsembleConfig]
 Members = tuple[SerializeAsAny[MemberConfig], ...]
 RuleList = Annotated[tuple[RuleConfig, ...], MustBe("a list of rules", list)]
@@ -814,6 +840,8 @@ class RunConfig(StrictConfig):
     standby: bool = True  # start the next member's process while this one computes
     release_timeout: Duration = 60.0  # seconds until a GPU must be free after its worker has ended
     report: bool = True  # write report.html at the end
+    # Shown in addition: [{name: auc, group: rule}, {name: my_metric.py:score}]
+    metrics: Metrics | None = Field(default=None, examples=["[{name: auc, group: rule}, {name: macro_f1}]"])
     fitted_on: FittingConfig | None = None  # written by fit; shown beside the scores of these rows
     tuned_on: TuningConfig | None = None  # written by tune: where the settings were measured; no effect
 
@@ -825,6 +853,12 @@ class RunConfig(StrictConfig):
         "devices": "gpus gpu_ids device_ids visible_devices",
         "limit": "max_rows n_rows nrows num_rows",
     }
+
+    @property
+    def group_columns(self) -> tuple[str, ...]:
+        """Return the columns of the metrics' groups, if the rows have a truth."""
+        metrics = (self.data.has_truth and self.metrics) or ()
+        return tuple(dict.fromkeys(metric.group for metric in metrics if metric.group is not None))
 
     @property
     def possible_labels(self) -> str | AllowedLabelsTable | None:

@@ -264,6 +264,9 @@ Ends = Annotated[tuple[Finite, Finite], MustBe("a list of two numbers")]
 RisingNumbers = Annotated[
     tuple[Finite, ...], AfterValidator(_rising), MustBe("a list of numbers, each more than the one before")
 ]
+Probabilities = Annotated[
+    tuple[Annotated[float, Ge(0), Le(1), AllowInfNan(False)], ...], MustBe("a list of numbers from 0 to 1")
+]
 DistinctNumbers = Annotated[
     tuple[Finite, ...], AfterValidator(_distinct), MustBe("a list of numbers, of which no two are equal")
 ]

@@ -570,6 +570,10 @@ class DistinctCells:
     numbers: npt.NDArray[np.int64]
     values: tuple[str, ...]
 
+    def taken(self, rows: slice | npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> DistinctCells:
+        """Return the cells of these rows, in this order."""
+        return replace(self, numbers=self.numbers[rows])
+
 
 def distinct_cells(path: Path, table: InputTable, column: str) -> DistinctCells:
     """Return a column's distinct cells; if all of them are numbers, they are sorted as numbers.

@@ -2,6 +2,7 @@
 
     softmax   p(k)  ->  softmax over k of  ln p(k) * scale(k) / temperature + bias(k)
     sigmoid   p(k)  ->  sigmoid of  logit p(k) * scale(k) / temperature + bias(k),    logit p = ln(p / (1 - p))
+    isotonic  p(k)  ->  a line through points for each label; softmax labels are then scaled to a sum of 1
 
 Probabilities are clipped to float64's epsilon (2.2e-16), those of sigmoid members to 1 - epsilon, too. The members'
 predictions stay as they are on disk: only what is merged, and scored, is calibrated.
@@ -12,7 +13,7 @@ and vector scaling).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -34,10 +35,23 @@ def calibrator(
     """Return the function that calibrates a member's values; None if it would change nothing."""
     if settings is None or settings == CalibrationConfig():
         return None
+    if settings.isotonic:
+        lines = {labels.index(label): (line.x, line.y) for label, line in settings.isotonic.items()}
+        return lambda values: _follow(values, lines, activation)
     scale = np.array([settings.scale.get(label, 1.0) for label in labels]) / settings.temperature
     bias = np.array([settings.bias.get(label, 0.0) for label in labels])
 
     return lambda values: rescale(values, scale, bias, activation)
+
+
+def _follow(values: Values, lines: Mapping[int, tuple[Sequence[float], ...]], activation: Activation) -> None:
+    """Calibrate probabilities in place by the points of each label's line; rows of zeros get equal parts."""
+    for label, (x, y) in lines.items():
+        values[:, label] = np.interp(values[:, label], x, y)
+    if activation == "softmax":
+        sums = values.sum(axis=1, keepdims=True)
+        with np.errstate(invalid="ignore"):
+            values[:] = np.where(sums == 0, 1 / values.shape[1], values / sums)
 
 
 def rescale(values: Values, scale: Values | float, bias: Values | float, activation: Activation) -> None:

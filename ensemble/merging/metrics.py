@@ -6,11 +6,13 @@ the label of a row is the most likely label, or the first of several.
 
 from __future__ import annotations
 
-import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from numbers import Real
+from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
@@ -18,9 +20,10 @@ import numpy.typing as npt
 
 from ensemble.common.errors import DataError
 from ensemble.common.protocol import Activation
-from ensemble.common.text import nearest_or_all, plural, quoted
+from ensemble.common.text import first_line, listed, nearest_or_all, plural, quoted, similar_file
+from ensemble.common.user_code import function_of, import_module, names_file
 from ensemble.data.answers import Answer, are_numbers
-from ensemble.data.table import Truth
+from ensemble.data.table import DistinctCells, Truth
 from ensemble.merging.calibration import EPSILON
 from ensemble.merging.methods.base import Values, block_spans
 
@@ -36,12 +39,13 @@ _NUMERIC: Final[tuple[Activation, ...]] = ("none", "sigmoid")
 _ONE_SIDE = "each label needs rows that have it and rows that lack it"
 _ONE_NUMBER = "the truth or the predictions are the same number in all of them"
 _KINDS = {"softmax": "exclusive labels", "sigmoid": "labels that are not exclusive", "none": "regression"}
-MetricKind: TypeAlias = Literal["mean", "sums", "ranks", "bins"]
+MetricKind: TypeAlias = Literal["mean", "sums", "ranks", "bins", "own"]
 METRIC_KINDS: Final[Mapping[MetricKind, str]] = {
     "mean": "the mean of one number for each row",
     "sums": "a function of sums over rows",
     "ranks": "rows compared with each other",
     "bins": "rows put into bins",
+    "own": "a function of yours",
 }
 
 
@@ -59,12 +63,18 @@ class LabelledRows:
         activation: what truth and values are; "none" is regression.
         possible: which labels are possible in each row, bool [rows, labels]; None: all.
         folds: which rows were predicted by models of their own, the fold of each row; None: one model for all rows.
+        groups: the cells of the columns that divide rows into groups, by column.
+        labels: their names, which a metric of the user's gets.
+        partitions: those that were made of these rows, by metric.
     """
 
     truth: Truth
     activation: Activation
     possible: Flags | None
     folds: Folds | None
+    groups: Mapping[str, DistinctCells] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+    partitions: dict[str, Partition] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self.truth)
@@ -76,12 +86,35 @@ class LabelledRows:
             truth=self.truth[rows],
             possible=None if self.possible is None else self.possible[rows],
             folds=None if self.folds is None else self.folds[rows],
+            groups={column: cells.taken(rows) for column, cells in self.groups.items()},
         )
 
     @property
     def true_labels(self) -> npt.NDArray[np.int64]:
         """Return the label of each row with exclusive labels, [rows]."""
         return np.asarray(self.truth.argmax(axis=1) if self.truth.ndim == 2 else self.truth, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Hold the parts of rows, divided ``by`` group or fold or both, over which a metric is averaged.
+
+    Attributes:
+        parts: by number, the rows of each part in which the metric is defined, and what is known of them.
+        undefined: the names of the other parts.
+    """
+
+    by: str
+    parts: Mapping[int, tuple[npt.NDArray[np.int64], LabelledRows]]
+    undefined: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        where = "" if self.by == "fold" else f" by {self.by}"
+        text = f"the mean over {plural(len(self.parts), 'group' if where else 'fold')}{where}"
+        if self.undefined:
+            text += f"; not defined in {len(self.undefined):,} more: {listed(self.undefined, 5, str)}"
+        return text
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +186,7 @@ class Metric:
             exclusive; NaN where it is not defined.
         takes: the kinds of values that it is defined for.
         why_undefined: why it has no value for some rows.
+        group: the column that divides rows into groups, over which it is averaged; None: it is of all rows.
     """
 
     name: str
@@ -162,9 +196,10 @@ class Metric:
     greater_is_better: bool = True
     takes: tuple[Activation, ...] = ("softmax", "sigmoid")
     why_undefined: str = "its denominator is 0"
+    group: str | None = None
 
     def value(self, known: LabelledRows, values: Values) -> float:
-        """Return the metric of all rows; one that ranks rows is the mean over the folds in which it is defined.
+        """Return the metric of all rows, or its mean over the parts of their partition in which it is defined.
 
         Args:
             values: float64 [rows, labels].
@@ -173,30 +208,63 @@ class Metric:
             UndefinedMetric: there are no rows, or it has no value for this truth.
             DataError: it is not defined for such values, or some rows have none.
         """
-        if self.kind == "ranks" and known.folds is not None:
-            parts = self.folds_to_score(known, values)
-            return float(np.mean([self.value(part, values[rows]) for rows, part in parts]))
-        rows = Rows(known, values)
+        partition = self.partition(known, values)
+        if partition is None:
+            return self.of_rows(Rows(known, values))
+        parts = partition.parts.values()
+        return float(np.mean([self.of_rows(Rows(part, values[rows])) for rows, part in parts]))
+
+    def of_rows(self, rows: Rows) -> float:
+        """Return the metric of all rows at once; raises what ``value`` raises."""
         return self.of_all(rows, self.sums(rows, lambda _, statistics: statistics.sum(axis=0)))
 
-    def folds_to_score(
-        self, known: LabelledRows, values: Values
-    ) -> list[tuple[npt.NDArray[np.int64], LabelledRows]]:
-        """Return the rows of each fold in which the metric is defined; raise UndefinedMetric if there are none.
+    def partition(self, known: LabelledRows, values: Values) -> Partition | None:
+        """Divide the rows by their groups and, if the metric ranks rows, by folds; None: they have neither.
 
-        Each fold has the numbers of its rows, and what is known of them; it has no folds itself.
+        For all values these are the same parts, because the truth alone decides where a metric is defined.
+
+        Raises:
+            UndefinedMetric: it is defined in no part.
+            DataError: all rows are in one group.
         """
-        parts = []
-        folds = np.zeros(len(known), np.int64) if known.folds is None else known.folds
-        for fold in np.unique(folds):
-            rows = np.flatnonzero(folds == fold)
-            part = replace(known.taken(rows), folds=None)
-            with contextlib.suppress(UndefinedMetric):
-                self.value(part, values[rows])
-                parts.append((rows, part))
+        cells = None if self.group is None else known.groups[self.group]
+        folds = known.folds if self.kind == "ranks" else None
+        if cells is None and folds is None:
+            return None
+        if cells is not None and len(cells.values) < 2:
+            only = f"column {quoted(cells.name)} is {quoted(cells.values[0])} in every row"
+            raise DataError(f"{self.name}: {only}; name a column with two groups or more")
+        if self.name not in known.partitions:
+            known.partitions[self.name] = self._divided(known, values, cells, folds)
+        return known.partitions[self.name]
+
+    def _divided(
+        self, known: LabelledRows, values: Values, cells: DistinctCells | None, folds: Folds | None
+    ) -> Partition:
+        by = {} if cells is None else {f"column {quoted(cells.name)}": cells.numbers}
+        by |= {} if folds is None else {"fold": folds}
+        part_of = np.unique(np.stack([*by.values()]), axis=1, return_inverse=True)[1].reshape(-1)
+        rows_of = np.split(np.argsort(part_of, kind="stable"), np.cumsum(np.bincount(part_of))[:-1])
+        parts, undefined = dict[int, tuple[npt.NDArray[np.int64], LabelledRows]](), list[str]()
+        for place, rows in enumerate(rows_of if len(known) else ()):
+            part = replace(known.taken(rows), folds=None, groups={})
+            tried = Rows(part, values[rows])
+            if self.kind != "own":  # a function may have no number for probabilities of 0 and 1
+                truth = part.truth if part.truth.ndim == 2 else tried.true_each
+                tried = Rows(part, np.asarray(truth, np.float64))
+            try:
+                self.of_rows(tried)
+                parts[place] = rows, part
+            except UndefinedMetric:
+                names = [] if cells is None else [quoted(cells.values[cells.numbers[rows[0]]])]
+                undefined.append(
+                    " in ".join([*names, *([] if folds is None else [f"fold {folds[rows[0]]}"])])
+                )
+        names_of_all = " and ".join(by)
         if not parts:
-            raise UndefinedMetric(f"{self.name}: not defined in any fold: {self.why_undefined}")
-        return parts
+            why = f"not defined in any part of the rows, by {names_of_all}: {self.why_undefined}"
+            raise UndefinedMetric(f"{self.name}: {why}")
+        return Partition(names_of_all, parts, tuple(undefined))
 
     def sums(self, rows: Rows, add: Callable[[slice, Values], Values]) -> Values:
         """Sum the statistics by ``add``, in blocks that take little memory; raises what ``value`` raises."""
@@ -224,6 +292,26 @@ class Metric:
                 f"{self.name}: not defined for these {plural(count, 'row')}: {self.why_undefined}"
             )
         return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnMetric(Metric):
+    """Compute a metric by a function of the user's, which gets the truth, probabilities and labels."""
+
+    function: Callable[[Truth, Values, list[str]], object]
+
+    def of_all(self, rows: Rows, sums: Values) -> float:
+        try:  # with copies, which it may change
+            value = self.function(rows.known.truth.copy(), np.array(rows.values), [*rows.known.labels])
+        except (Exception, SystemExit) as error:
+            raise DataError(f"metric {self.name}: raised {first_line(error)}") from error
+        if not isinstance(value, Real):
+            raise DataError(f"metric {self.name}: returned {value!r:.60}; it must return one number")
+        if not np.isfinite(float(value)):
+            raise UndefinedMetric(
+                f"metric {self.name}: returned {value} for {plural(len(rows.values), 'row')}"
+            )
+        return float(value)
 
 
 def _log_losses(rows: Rows) -> Values:
@@ -500,11 +588,16 @@ USUAL: Final[Mapping[Activation, tuple[str, ...]]] = {
 }
 
 
-def find_metric(name: str, numbers: Sequence[float] = ()) -> Metric:
-    """Return a metric by its name, ``map@K`` and ``ndcg@K`` for any K; a DataError names the nearest.
+def find_metric(name: str, numbers: Sequence[float] = (), group: str | None = None) -> Metric:
+    """Return a metric by its name, ``map@K`` and ``ndcg@K`` for any K, or FILE.py:FUNCTION; else raise a DataError.
 
-    ``numbers`` of the labels order them for the quadratic kappa; without any, they rise as the labels do.
+    ``numbers`` of the labels order them for the quadratic kappa; without any, they rise as the labels do. ``group``
+    names the column that divides the rows into groups.
     """
+    if group is not None:
+        return replace(find_metric(name, numbers), name=f"{name} by {group}", group=group)
+    if ":" in str(name):
+        return _own_metric(name)
     if name == QUADRATIC_KAPPA:
         return replace(METRICS[name], statistics=partial(_label_moments, numbers=numbers))
     if name in METRICS:
@@ -512,6 +605,31 @@ def find_metric(name: str, numbers: Sequence[float] = ()) -> Metric:
     if numbered := re.fullmatch(r"(map|ndcg)@([1-9]\d{0,5})", str(name)):
         return _at_k(numbered[1], int(numbered[2]))
     raise DataError(f"metric {quoted(str(name))}: unknown; {nearest_or_all(str(name), [*METRICS], 'metric')}")
+
+
+def _own_metric(name: str) -> Metric:
+    """Return the metric that a function of the user's computes; ``greater_is_better`` is its attribute."""
+    module, _, function_name = name.rpartition(":")
+    path = Path(module).expanduser().absolute() if names_file(module) else None
+    if path is not None and not path.is_file():
+        raise DataError(f"metric {name}: {path}: no such file{similar_file(path)}")
+    searched, writes_bytecode = [*sys.path], sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # nothing is written beside the user's files
+    try:
+        imported = import_module(f"metric_{path.stem}", str(path)) if path else import_module(module, None)
+    except (Exception, SystemExit) as error:
+        raise DataError(f"metric {name}: {first_line(error)}") from error
+    finally:
+        sys.path[:], sys.dont_write_bytecode = searched, writes_bytecode
+    try:
+        function = function_of(
+            imported, function_name, f"metric {name}", ("truth", "probabilities", "labels")
+        )
+    except ValueError as error:
+        raise DataError(str(error)) from error
+    is_greater = bool(getattr(function, "greater_is_better", True))
+    kinds: tuple[Activation, ...] = ("softmax", "sigmoid", "none")
+    return OwnMetric(name, "own", lambda rows: rows.values, _first_mean, is_greater, kinds, function=function)
 
 
 def order_remarks(metrics: Iterable[str], labels: Sequence[str]) -> list[str]:

@@ -6,19 +6,24 @@ second.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import contextlib
+import time
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from ensemble.common.errors import DataError
 from ensemble.merging.methods.base import Values
-from ensemble.merging.metrics import METRICS, LabelledRows, Metric, Rows, row_losses
+from ensemble.merging.metrics import METRICS, LabelledRows, Metric, Partition, Rows, row_losses
 
 LEVEL: Final = 0.95
 # More rows than these are resampled in groups.
 MAX_GROUPS: Final = 8_192
+# A function of the user's is called for so many resamples, if one call, or one for each part, is as fast.
+_CALLS, _SECONDS_OF_A_CALL = 200, 0.05
 # Nats; rows that are all alike may seem to be so far from their own mean.
 _ROUNDING = 1e-9
 
@@ -50,21 +55,21 @@ class Resamples:
     drawn: their sums vary as sums over rows do (Wolter, "Introduction to Variance Estimation", 2007, chapter 2).
     """
 
-    def __init__(self, rows: int, seed: int = 0) -> None:
+    def __init__(self, rows: int, seed: int = 0, most: int = MAX_GROUPS) -> None:
         self._generator = np.random.default_rng(seed)
-        self._groups = max(1, min(rows, MAX_GROUPS))
+        self._groups = max(1, min(rows, most))
         self.group_of = np.resize(np.arange(self._groups, dtype=np.uint16), rows)
         self._generator.shuffle(self.group_of)
         self.sizes: Values = np.bincount(self.group_of, minlength=self._groups).astype(np.float64)
 
     @cached_property
-    def _counts(self) -> npt.NDArray[np.uint16]:
+    def counts(self) -> npt.NDArray[np.uint16]:
         """Return how often each group is in each resample, [resamples, groups]."""
         counts = np.zeros((1_000, self._groups), np.uint16)
-        for row in counts:
-            row[:] = np.bincount(
-                self._generator.integers(0, self._groups, self._groups), minlength=self._groups
-            )
+        for block in np.array_split(counts, 1 + counts.size // 1_000_000):
+            drawn = self._generator.integers(0, self._groups, block.shape)
+            drawn += self._groups * np.arange(len(block))[:, None]
+            block[:] = np.bincount(drawn.ravel(), minlength=block.size).reshape(block.shape)
         return counts
 
     def by_group(self, rows: slice | npt.NDArray[np.int64], columns: Values) -> Values:
@@ -74,7 +79,7 @@ class Resamples:
 
     def sums(self, by_group: Values) -> Values:
         """Sum the groups, [groups] or [groups, columns], of each resample: float64 [resamples, ...]."""
-        parts = np.array_split(self._counts, 16)
+        parts = np.array_split(self.counts, 16)
         with np.errstate(invalid="ignore"):  # of infinite errors
             return np.concatenate([part.astype(np.float64) @ by_group for part in parts])
 
@@ -102,14 +107,14 @@ class Resamples:
 class Scored:
     """Hold a metric of all rows and of each resample; a biased one has an interval only in a difference.
 
-    ``folds`` is the number of folds of which it is the mean; None: it is of all rows at once.
+    It is the mean over the parts of the ``partition``; None: it is of all rows at once.
     """
 
     value: float
     replicates: Values
     resamples: Resamples
     is_biased: bool = False
-    folds: int | None = None
+    partition: Partition | None = None
 
     @property
     def interval(self) -> Interval:
@@ -125,34 +130,59 @@ class Scored:
 class Bootstrap:
     """Score predictions of the same rows on the same resamples, so that differences are paired.
 
-    ``seed`` is that of the resamples. Where folds count, see ``Metric.value``, rows are resampled within folds.
+    ``seed`` is that of the resamples. Where rows are divided, see ``Metric.partition``, they are resampled within
+    each part.
     """
 
-    def __init__(self, known: LabelledRows, seed: int = 0) -> None:
-        self._known = known
-        self._resamples = Resamples(len(known), seed)
-        self._parts: list[tuple[npt.NDArray[np.int64], Bootstrap]] = []
+    def __init__(self, known: LabelledRows, seed: int = 0, parts: int = 1) -> None:
+        self._known, self._parts_of_all = known, parts
+        # All parts together take little memory.
+        self._resamples = Resamples(len(known), seed, max(16, min(MAX_GROUPS, 8 * MAX_GROUPS // parts)))
+        self._parts: dict[tuple[str, int], Bootstrap] = {}
 
     def score(self, metric: Metric, values: Values) -> Scored:
         """Return a metric of float64 [rows, labels] with its resamples; raises what ``Metric.value`` raises."""
-        if metric.kind == "ranks" and self._known.folds is not None:
-            return self._score_by_fold(metric, values)
+        partition = metric.partition(self._known, values)
+        if partition is None:
+            return self._of_all(metric, values)
+        scores = list[Scored]()
+        for number, (rows, part) in partition.parts.items():
+            key = partition.by, number
+            if key not in self._parts:
+                self._parts[key] = Bootstrap(part, number, len(partition.parts))
+            scores.append(self._parts[key]._of_all(metric, values[rows]))
+        value = float(np.mean([score.value for score in scores]))
+        resampled = np.stack([score.replicates for score in scores])
+        is_defined = np.isfinite(resampled)
+        with np.errstate(invalid="ignore"):  # resamples in which no part has the metric
+            replicates = np.where(is_defined, resampled, 0.0).sum(axis=0) / is_defined.sum(axis=0)
+        if not is_defined.any(axis=1).all():  # a part has no interval
+            replicates[:] = np.nan
+        return replace(
+            scores[0], value=value, replicates=replicates, resamples=self._resamples, partition=partition
+        )
+
+    def _of_all(self, metric: Metric, values: Values) -> Scored:
         rows = Rows(self._known, values)
         by_group = metric.sums(rows, self._resamples.by_group)
         value = metric.of_all(rows, by_group.sum(axis=0))
+        if metric.kind == "own":
+            return Scored(value, self._called(metric, rows), self._resamples)
         resampled = self._resamples.sums(np.column_stack([by_group, self._resamples.sizes]))
         with np.errstate(invalid="ignore", divide="ignore"):  # resamples in which it is not defined
             replicates = metric.of_sums(resampled[:, :-1], resampled[:, -1], rows.is_exclusive)
         return Scored(value, replicates, self._resamples, is_biased=metric.kind == "bins")
 
-    def _score_by_fold(self, metric: Metric, values: Values) -> Scored:
-        if not self._parts:
-            parts = metric.folds_to_score(self._known, values)
-            self._parts = [(rows, Bootstrap(part, seed)) for seed, (rows, part) in enumerate(parts)]
-        scores = [bootstrap.score(metric, values[rows]) for rows, bootstrap in self._parts]
-        value = float(np.mean([score.value for score in scores]))
-        replicates = np.mean([score.replicates for score in scores], axis=0)
-        return replace(scores[0], value=value, replicates=replicates, folds=len(scores))
+    def _called(self, metric: Metric, rows: Rows) -> Values:
+        """Return a metric of the user's for 200 resamples; NaN where it has no value, or for all if it is slow."""
+        replicates, began = np.full(_CALLS, np.nan), time.perf_counter()
+        for number, counts in enumerate(self._resamples.counts[:_CALLS]):
+            drawn = np.repeat(np.arange(len(rows.values)), counts[self._resamples.group_of])
+            with contextlib.suppress(DataError):
+                replicates[number] = metric.of_rows(Rows(self._known.taken(drawn), rows.values[drawn]))
+            if not number and (time.perf_counter() - began) * self._parts_of_all > _SECONDS_OF_A_CALL:
+                return np.full(_CALLS, np.nan)
+        return replicates
 
     def of_common_rows(self, *values: Values) -> tuple[Bootstrap, list[Values]]:
         """Return the values without rows in which any of them is NaN, and what scores these rows."""
@@ -169,6 +199,7 @@ class Score:
     ``log_loss`` is in nats per row, of labels that do not exclude each other the mean over labels, as ``rmse`` is.
     ``prior_log_loss`` is that of always predicting the labels' frequencies, among the labels that are possible in a
     row; ``above_prior`` is the log loss minus it.
+    ``metrics`` are those that the config asks for, by name.
     ``no_better_than_prior``: not even the low end of that interval is 1 % of the way from the prior to the truth.
     """
 
@@ -179,6 +210,7 @@ class Score:
     no_better_than_prior: bool
     rmse: float | None = None
     above_prior: Interval | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

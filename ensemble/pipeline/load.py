@@ -14,7 +14,7 @@ from ensemble.pipeline.remote import with_copies
 from ensemble.pipeline.trained_members import with_trained
 
 # What a config says of its own results and of its weights.
-_OF_RESULTS = ("submission", "rules", "limit", "fitted_on", "copy_to", "report_to")
+_OF_RESULTS = ("submission", "rules", "limit", "fitted_on", "copy_to", "report_to", "metrics")
 
 
 def load(

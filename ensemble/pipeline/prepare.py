@@ -26,11 +26,11 @@ from ensemble.common.packages import unsupported
 from ensemble.common.text import plural, quoted, similar_file
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig
 from ensemble.config.schema import AllowedLabelsTable
-from ensemble.data.answers import Answer
+from ensemble.data.answers import Answer, numbers_of
 from ensemble.data.predictions_csv import PredictionFile
 from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample, read_sample
-from ensemble.data.table import InputTable, TableNeeds, read_table, row_text
+from ensemble.data.table import DistinctCells, InputTable, TableNeeds, distinct_cells, read_table, row_text
 from ensemble.data.template import PromptTemplate, compile_condition
 from ensemble.jobs.job import Model, by_member, compile_models
 from ensemble.jobs.when import ExpectedShare
@@ -39,6 +39,7 @@ from ensemble.members.questions import ask
 from ensemble.members.registry import kind_for_checks
 from ensemble.merging.blocks import RowCheck
 from ensemble.merging.methods.base import block_spans
+from ensemble.merging.metrics import find_metric
 from ensemble.merging.post_process import (
     AllowedLabels,
     PostProcess,
@@ -133,6 +134,13 @@ def prepare(
         problems.add(missing_trackers(loaded))
         conditions = _compile_conditions(loaded, problems)
         answers = make_answers(loaded, problems)
+        numbers = numbers_of(config.labels)
+        metrics = [
+            problems.value_of(
+                loaded.document.where(("metrics", place)), find_metric, wanted.name, numbers, wanted.group
+            )
+            for place, wanted in enumerate(config.metrics or ())
+        ]
         needs = _table_needs(config, members)
         table_state = file_state(config.data.path)
         table = problems.value_of("", _read_table, loaded, needs, conditions, answers, table_state)
@@ -148,10 +156,13 @@ def prepare(
         inventory, gpus = None, tuple[Device, ...]()
         if launcher is not None:
             inventory, gpus = problems.value_of("", _find_devices, config, launcher) or (None, ())
-        rows = _Rows()
+        rows, groups = _Rows(), dict[str, DistinctCells]()
         if table is not None:
+            for column in config.group_columns:
+                with problems.at("metrics"):
+                    groups[column] = distinct_cells(config.data.path, table, column)
             rows = _look_at_rows(loaded, members, table, conditions, problems)
-            if conditions or answers or config.data.allowed_labels is not None:
+            if conditions or answers or groups or config.data.allowed_labels is not None:
                 table = table.only(needs.columns)
         problems.add(member_problems(config, members.models, members.of_models))
         problems.add(rule_problems(loaded, members.inspected))
@@ -197,6 +208,8 @@ def prepare(
             needs=needs,
             shares=problems.demand(shares),
             post=rows.post,
+            metrics=tuple(filter(None, metrics)),
+            groups=groups,
             job_columns={view.job.name: view.table_columns for view in members.views},
             job_rows=held.rows,
             files=members.files,
@@ -316,6 +329,7 @@ def _read_table(
     templates = chain(conditions.values(), (answer.template for answer in answers.values()))
     of_templates = (template.json_columns for template in templates if template is not None)
     json_columns = [*needs.json_columns, *chain(*of_templates)]
+    also |= dict.fromkeys(loaded.config.group_columns, "metrics")
     allowed = loaded.config.data.allowed_labels
     if isinstance(allowed, AllowedLabelsTable):
         also[allowed.key] = "data.allowed_labels.key"

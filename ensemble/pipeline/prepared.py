@@ -16,13 +16,13 @@ from ensemble.common.protocol import Activation
 from ensemble.config import LoadedConfig, RunConfig
 from ensemble.data.row_files import FileCells
 from ensemble.data.submission import Sample
-from ensemble.data.table import InputTable, TableNeeds, Truth
+from ensemble.data.table import DistinctCells, InputTable, TableNeeds, Truth
 from ensemble.jobs.causes import Causes, settings_of_job
 from ensemble.jobs.job import Job, Model, by_member, member_of
 from ensemble.jobs.when import ExpectedShare
 from ensemble.members.base import Inspection
 from ensemble.members.registry import kind_for_checks
-from ensemble.merging.metrics import LabelledRows
+from ensemble.merging.metrics import LabelledRows, Metric
 from ensemble.merging.post_process import PostProcess
 from ensemble.planning.plan import ModelPlan, Plan
 from ensemble.scheduling.launchers.base import Launcher, Node
@@ -44,6 +44,8 @@ class Prepared:
         table_state: of the table's file, from before it was read.
         needs: what is read of the table.
         post: the labels that are possible in each row, and the rules for some rows.
+        metrics: those that the config asks for.
+        groups: the cells of the columns that divide rows for them, by column.
         shares: the share of the rows that each member or job with ``when`` is expected to compute, by name.
         files: the column that names files, by name of the members that read files.
         nodes: of the cluster; none on one machine.
@@ -66,6 +68,8 @@ class Prepared:
     needs: TableNeeds
     shares: Mapping[str, ExpectedShare] = field(default_factory=dict)
     post: PostProcess = field(default_factory=PostProcess)
+    metrics: tuple[Metric, ...] = ()
+    groups: Mapping[str, DistinctCells] = field(default_factory=dict)
     job_columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     job_rows: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
     files: Mapping[str, FileCells] = field(default_factory=dict)
@@ -95,7 +99,8 @@ class Prepared:
         """Return what is known of the rows to score the merged values by; None if they cannot be scored."""
         if self.truth is None:
             return None
-        return LabelledRows(self.truth, self.activation, self.post.possible, folds=None)
+        possible, labels = self.post.possible, self.config.labels
+        return LabelledRows(self.truth, self.activation, possible, None, self.groups, labels)
 
     @property
     def activation(self) -> Activation:

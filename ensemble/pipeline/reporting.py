@@ -114,6 +114,7 @@ class RunState:
             config_files=tuple(map(str, loaded.paths)),
             overrides=tuple(loaded.overrides),
             table=str(config.data.path.absolute()),
+            metrics=config.metrics or (),
             tuned_on=None if config.tuned_on is None else config.tuned_on.model_dump(mode="json"),
         )
         redacted: RunReport = loaded.redactor.document(report)

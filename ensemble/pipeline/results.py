@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ensemble.common.errors import MergeError
+from ensemble.common.errors import DataError, MergeError
 from ensemble.common.files import atomic_path, is_parquet
 from ensemble.common.shards import file_sha256, write_bits
 from ensemble.common.text import plural, shown_path
@@ -35,7 +35,7 @@ from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members, block_spans
 from ensemble.merging.metrics import answer_scores
 from ensemble.merging.post_process import RowRules
-from ensemble.merging.scoring import CascadeScoring, Gain, Resamples, Scoring
+from ensemble.merging.scoring import CascadeScoring, Gain, Resamples, Score, Scoring
 from ensemble.pipeline.prepare import given_predictions
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.resume import MemberWork, demand_unchanged
@@ -156,7 +156,7 @@ class ResultWriter:
         prepared, config, results = self._prepared, self._config, self.results
         # A first submission may have left some.
         results.scores, results.gain, results.merged_rows, results.kept_submission = {}, None, {}, ""
-        results.comparisons, results.job_rows = {}, {}
+        results.comparisons, results.job_rows, results.metric_remarks = {}, {}, ()
         partial_rows = results.partial_rows.items()
         results.partial_rows = {name: rows for name, rows in partial_rows if self._works[name].is_complete}
         rules, allowed, path = prepared.post.rules, prepared.post.allowed, self._rundir.allowed_labels
@@ -183,10 +183,14 @@ class ResultWriter:
             results.merged_rows[member.name] = member.check.reached
             if member.scoring is None or member.check.reached != prepared.table.rows:
                 continue
-            score = member.scoring.score()
-            if score is not None:
+            activation, values = member.check.activation, member.values
+            if prepared.metrics:
+                values = prepared.post.member(0, values.copy(order="K"), activation, member.calibrate)
+            if score := self._with_metrics(member.scoring.score(), values, activation != "none"):
                 results.scores[member.name] = score
-        score = None if scoring is None else scoring.score()
+        score = None
+        if scoring is not None:
+            score = self._with_metrics(scoring.score(), all_values, gives_probabilities)
         results.fitted_on = None
         if scoring is not None and score is not None:
             # Rows that were filled in say nothing about the members.
@@ -199,6 +203,23 @@ class ResultWriter:
             # If a member is left out, the weights are not those that were fitted.
             if len(members) == len(config.models):
                 results.fitted_on = self._fitted_on()
+
+    def _with_metrics(self, score: Score | None, values: _Values, has_all: bool) -> Score | None:
+        """Return the score with the config's metrics; values that are no probabilities have but some of them."""
+        known, metrics, remarks = self._prepared.labelled, dict[str, float](), list[str]()
+        for metric in self._prepared.metrics:
+            if known is None or not (has_all or metric.kind in ("ranks", "own")):
+                continue
+            try:  # a metric of the user's may fail, and the results stand
+                metrics[metric.name] = metric.value(known, values)
+                partition = metric.partition(known, values)
+                remarks += [] if partition is None else [f"{metric.name}: {partition.text}"]
+            except DataError as error:
+                remarks += error.problems
+        self.results.metric_remarks = tuple(dict.fromkeys((*self.results.metric_remarks, *remarks)))
+        if metrics and score is None:
+            score = Score(None, None, len(values), prior_log_loss=None, no_better_than_prior=False)
+        return score and replace(score, metrics=metrics)
 
     def _write(self, all_values: _Values) -> None:
         """Write ensemble and submission, and copy the submission to where the config wants it."""

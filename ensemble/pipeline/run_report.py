@@ -17,7 +17,7 @@ from ensemble.common.gpus import Device
 from ensemble.common.protocol import Activation, Counters
 from ensemble.common.redact import MASK
 from ensemble.common.text import duration, plural
-from ensemble.config.schema import FittingConfig, RuleConfig
+from ensemble.config.schema import FittingConfig, MetricConfig, RuleConfig
 from ensemble.config.values import AnyWeight, weight_numbers
 from ensemble.jobs.work import Computation
 from ensemble.merging.scoring import CascadeComparison, Gain, Score
@@ -210,6 +210,7 @@ class Results:
     Attributes:
         scores: by member name, and of the ensemble.
         gain: of the ensemble over its best member; None if no member has all rows, or there is only one.
+        metric_remarks: what metrics of the config are the mean of, and why some have no value.
         answers: scores of the answers by the submission's column and by metric.
         files: absolute paths by what they are, in the order in which they were made.
         merged_rows: how many rows each merged member gave.
@@ -224,6 +225,7 @@ class Results:
 
     scores: dict[str, Score] = field(default_factory=dict)
     gain: Gain | None = None
+    metric_remarks: tuple[str, ...] = ()
     answers: dict[str, dict[str, float]] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     merged_rows: dict[str, int] = field(default_factory=dict)
@@ -252,6 +254,7 @@ class RunReport(Results):
         config: the YAML as it was written; for several files, or with ``${CONFIG_DIR}``, all in one, with the
             overrides and that folder.
         table: the absolute path of the input table.
+        metrics: the config's.
         tuned_on: the config's ``tuned_on``; None if ``tune`` wrote none of its files.
     """
 
@@ -280,6 +283,7 @@ class RunReport(Results):
     config_files: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     table: str = ""
+    metrics: tuple[MetricConfig, ...] = ()
     tuned_on: dict[str, Any] | None = None
 
     def table_path(self) -> Path:

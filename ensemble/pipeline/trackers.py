@@ -103,7 +103,7 @@ def _flat(value: object, key: str = "") -> Iterator[tuple[str, object]]:
 def _metrics(report: RunReport) -> dict[str, float]:
     """Return scores, seconds and peaks of memory by names such as ``gemma2/log_loss``."""
     metrics: dict[str, Any] = {**report.timing, "gain": report.gain and report.gain.gain}
-    scores = {name: vars(score) for name, score in report.scores.items()}
+    scores = {name: vars(score) | score.metrics for name, score in report.scores.items()}
     for owner, values in (scores | report.answers).items():
         metrics |= {f"{owner}/{key}": value for key, value in values.items() if type(value) is float}
     for member in report.members:

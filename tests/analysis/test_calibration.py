@@ -1,4 +1,4 @@
-"""Temperature and vector scaling against SciPy's general solvers, and members that leave nothing to fit."""
+"""Temperature and vector scaling against SciPy's general solvers, and isotonic lines against scikit-learn."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from scipy.optimize import minimize
 from scipy.special import log_expit, log_softmax, softmax
+from sklearn.isotonic import IsotonicRegression
 
 from ensemble.analysis.weights import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
+    fit_isotonic,
     fit_temperature,
     fit_vector_scaling,
 )
 from ensemble.config import CalibrationConfig
+from ensemble.config.schema import IsotonicConfig
 from ensemble.merging.calibration import EPSILON, calibrator
 from tests.labelled import labelled
 
@@ -125,3 +129,49 @@ def test_a_label_that_no_row_has_gets_a_bias_that_is_a_number() -> None:
     fitted = fit_vector_scaling(values, labelled(np.where(truth == 2, 1, truth), "softmax"))
     assert -20 < fitted[1][2] < -2
     assert scaled(values, (np.ones(LABELS), np.zeros(LABELS)), "softmax") == pytest.approx(values)
+
+
+@pytest.mark.parametrize("is_soft", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_isotonic_lines_are_those_of_scikit_learn(kind: Any, is_soft: bool) -> None:
+    values, truth = sample(kind, is_soft)
+    values = values.round(2)  # many are equal
+    if kind == "softmax":
+        values /= values.sum(axis=1, keepdims=True)
+    fresh = np.concatenate([np.random.default_rng(5).random((200, LABELS)), np.full((1, LABELS), np.nan)])
+    targets = np.eye(LABELS)[truth] if truth.ndim == 1 else truth
+    expected = np.stack(
+        [
+            IsotonicRegression(out_of_bounds="clip").fit(values[:, k], targets[:, k]).predict(fresh[:-1, k])
+            for k in range(LABELS)
+        ],
+        axis=1,
+    )
+    if kind == "softmax":
+        expected /= expected.sum(axis=1, keepdims=True)
+    lines = fit_isotonic(values, labelled(truth, kind))
+    settings = CalibrationConfig(isotonic={NAMES[label]: line for label, line in lines.items()})
+    result = calibrated(fresh, settings, kind)
+    assert np.abs(result[:-1] - expected).max() < 1e-12
+    assert np.isnan(result[-1]).all()
+    written = yaml.safe_load(yaml.safe_dump(settings.model_dump(mode="json")))
+    assert CalibrationConfig.model_validate(written) == settings
+
+
+def test_a_label_that_all_rows_lack_or_that_is_impossible_has_no_line() -> None:
+    values, truth = sample("softmax")
+    lines = fit_isotonic(values, labelled(np.where(truth == 3, 0, truth)))
+    assert [*lines] == [0, 1, 2]
+    settings = CalibrationConfig(isotonic={NAMES[label]: line for label, line in lines.items()})
+    changed = np.stack([np.interp(values[:, k], line.x, line.y) for k, line in lines.items()], axis=1)
+    ratio = values[:, 3] / changed.sum(axis=1)
+    result = calibrated(values, settings, "softmax")
+    assert result[:, 3] / result[:, :3].sum(axis=1) == pytest.approx(ratio)
+    possible = np.ones(values.shape, np.bool_)
+    possible[:400, 1] = False
+    only_possible = fit_isotonic(values, labelled(truth, "softmax", possible))
+    assert only_possible[1] == fit_isotonic(values[400:], labelled(truth[400:]))[1]
+    # A row in which all lines are at 0.
+    zero = IsotonicConfig(x=(0.0, 1.0), y=(0.0, 0.0))
+    nothing = calibrated(values[:1], CalibrationConfig(isotonic=dict.fromkeys(NAMES, zero)), "softmax")
+    assert nothing.tolist() == [[0.25] * 4]

@@ -13,6 +13,7 @@ import pytest
 from scipy.optimize import minimize
 from scipy.special import expit, softmax
 from scipy.stats import norm, sem
+from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 
@@ -145,6 +146,26 @@ def test_members_that_are_too_sure_are_calibrated_to_gain(
         )
 
 
+def test_isotonic_lines_are_fitted_to_the_other_folds() -> None:
+    probabilities = predictions(600, sharpness=3.0)
+    report = fit(probabilities, Options(method="equal", calibration="isotonic"))
+    truth, fold_of = np.asarray(probabilities.truth), folds(np.asarray(probabilities.truth), 5, 0)
+    held_out = np.zeros((600, len(LABELS)))
+    for fold in range(5):
+        others, scored = fold_of != fold, fold_of == fold
+        for values in probabilities.members.values():
+            lines = [
+                IsotonicRegression(out_of_bounds="clip").fit(values[others, k], truth[others] == k)
+                for k in range(len(LABELS))
+            ]
+            new = np.stack([line.predict(values[scored, k]) for k, line in enumerate(lines)], axis=1)
+            held_out[scored] += new / new.sum(axis=1, keepdims=True) / len(probabilities.members)
+    assert report.score == pytest.approx(log_loss(truth, held_out), abs=1e-12)
+    assert report.score < report.equal
+    with pytest.raises(EnsembleError, match="59 labelled rows for 60 numbers to fit"):
+        fit(predictions(59), Options(method="equal", calibration="isotonic"))
+
+
 @pytest.mark.long
 def test_any_metric_by_greedy_selection_with_its_interval() -> None:
     probabilities = predictions(800, (0.5, 2.0, 4.0))
@@ -211,9 +232,9 @@ def test_rows_of_different_folds_are_not_ranked_against_each_other() -> None:
     # Pooled, the merge seemed to be 0.10 better than the best member.
     assert abs(report.over_best.value) < 0.01
     assert report.over_best.low < 0.001
-    assert report.folds_scored == 5
+    assert report.mean_over == "the mean over 5 folds"
     (messages,) = [verdict for verdict in verdicts(report) if verdict.startswith("Held-out auc")]
-    assert messages.endswith("Each fold is scored by itself; the figures are the mean of 5 folds.")
+    assert messages.endswith("The figures are the mean over 5 folds.")
 
 
 def test_the_rows_of_each_folds_model_are_ranked_by_themselves(tmp_path: Path) -> None:
@@ -247,7 +268,7 @@ def test_the_rows_of_each_folds_model_are_ranked_by_themselves(tmp_path: Path) -
         report = ensemble.fit(files, labels=labels, metric="auc", method=method, quiet=True)
         assert {member.name: member.alone for member in report.members} == pytest.approx(expected)
         assert report.best_member == "better"
-        assert report.folds_scored == 3
+        assert report.mean_over == "the mean over 3 folds"
     compared = ensemble.compare(files[0], files[1], ["auc"], labels=labels, quiet=True)
     (metric,) = compared.metrics
     assert (metric.first.value, metric.second.value) == pytest.approx(tuple(expected.values()))
@@ -310,14 +331,12 @@ def test_a_fold_without_both_classes_is_left_out_and_counted() -> None:
         if truth[fold_of == fold].any()
     ]
     assert 1 < len(of_equal) < 5
-    assert report.folds_scored == len(of_equal)
+    (empty,) = (fold for fold in range(5) if not truth[fold_of == fold].any())
+    assert report.mean_over == f"the mean over {len(of_equal)} folds; not defined in 1 more: fold {empty}"
     assert report.equal == pytest.approx(np.mean(of_equal), abs=1e-12)
     assert report.over_equal.low <= report.over_equal.value <= report.over_equal.high
     (messages,) = [verdict for verdict in verdicts(report) if verdict.startswith("Held-out auc")]
-    assert messages.endswith(
-        f"mean of {len(of_equal)} folds; {5 - len(of_equal)} of 5 folds left out, which lack "
-        "rows with or without some label."
-    )
+    assert messages.endswith(f" The figures are {report.mean_over}.")
 
 
 @pytest.mark.parametrize("is_multi_label", one_in(2, [False, True]))
@@ -446,7 +465,7 @@ def test_rows_that_rules_decide_tell_nothing_of_the_members(method: Method) -> N
         (Interval(0.0, 0.0, 0.0), "no difference. Equal weights do as well."),
         (
             Interval(0.002, np.nan, np.nan),
-            "0.0020 better, which is no more than noise. Equal weights do as well.",
+            "0.0020 better.",
         ),
     ],
 )
@@ -454,7 +473,8 @@ def test_more_than_noise_is_an_interval_without_0(gain: Interval, message: str) 
     report = replace(fit(predictions(300), Options()), over_equal=gain)
     (sentence,) = [verdict for verdict in verdicts(report) if verdict.startswith("Against equal weights")]
     assert f": {message}" in sentence
-    assert ("Equal weights do as well." in sentence) is not gain.excludes_zero
+    is_known = not np.isnan(gain.low)
+    assert ("Equal weights do as well." in sentence) is (is_known and not gain.excludes_zero)
 
 
 def test_equal_weights_are_taken_where_the_fitted_ones_do_worse() -> None:
@@ -511,8 +531,9 @@ def test_a_label_that_is_too_rare_for_the_metric_is_named(is_multi_label: bool) 
         "the truth has 'c' in 1 of 400 rows: --metric auc needs at least 5; give more rows, or use log_loss "
         "without stacking"
     ]
-    assert fit(rare(predictions(400), 5), Options("auc", "greedy")).folds_scored == 5
-    assert fit(rare(predictions(400), 5), Options("auc", "greedy", folds=7)).folds_scored == 5
+    assert fit(rare(predictions(400), 5), Options("auc", "greedy")).mean_over == "the mean over 5 folds"
+    report = fit(rare(predictions(400), 5), Options("auc", "greedy", folds=7))
+    assert report.mean_over == "the mean over 5 folds; not defined in 2 more: fold 1, fold 2"
     assert fit(result, Options("accuracy", "greedy")).rows == 400
 
 

@@ -95,12 +95,12 @@ def test_folds_that_a_table_gives_are_ranked_each_by_itself(out_of_fold: OutOfFo
             options: Any = {"metric": "auc", "method": method, "folds_from": table, "quiet": True, **more}
             report = ensemble.fit(sources, **options)
             assert {member.name: member.alone for member in report.members} == pytest.approx(expected)
-            assert (report.best_member, report.folds_scored) == ("better", 3)
+            assert (report.best_member, report.mean_over) == ("better", "the mean over 3 folds")
             assert not [remark for remark in report.remarks if UNKNOWN in remark]
     compared = ensemble.compare(*out_of_fold.pair, ["auc"], labels=labels, folds_from=table, quiet=True)
     (metric,) = compared.metrics
     assert (metric.first.value, metric.second.value) == pytest.approx(tuple(expected.values()))
-    assert compared.remarks == ("auc: the mean over the folds, each ranked by itself",)
+    assert compared.remarks == ("auc: the mean over 3 folds",)
     run_dir = config["output_dir"]
     compared = ensemble.compare(run_dir, run_dir, ["auc"], folds_from=table, quiet=True)
     found = {metric.name: metric.first.value for metric in compared.metrics}
@@ -127,7 +127,7 @@ def test_a_runs_own_figures_are_of_each_fold_if_its_files_come_from_a_folder_tha
         assert score is not None
         assert score.value == pytest.approx(expected[name])
     page = Scores().html(data)
-    assert "the mean over the folds" in page
+    assert "auc: the mean over 3 folds" in page
     assert "--folds-from" not in page
 
 
@@ -182,7 +182,8 @@ def test_a_metric_that_no_fold_defines_is_said_to_be_no_mean(out_of_fold: OutOfF
     options: Any = {"labels": out_of_fold.labels, "folds_from": path, "quiet": True}
     compared = ensemble.compare(*out_of_fold.pair, ["auc", "brier"], **options)
     assert compared.remarks == (
-        "predictions: auc: not defined in any fold: each label needs rows that have it and rows that lack it",
+        "predictions: auc: not defined in any part of the rows, by fold: each label needs rows that have it and "
+        "rows that lack it",
     )
 
 

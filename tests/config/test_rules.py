@@ -265,3 +265,25 @@ def test_answers_of_the_submission(load: Load, problems: Problems) -> None:
     assert config.submission is not None
     assert config.submission.answers["x"].names == {"neg": "0"}
     assert config.submission.label_by_column == {}
+
+
+def test_isotonic_lines(load: Load, problems: Problems) -> None:
+    def message_of(line: Any, **others: Any) -> str:
+        (text,) = problems(small(calibration={"isotonic": {"neg": line}, **others}))
+        return re.sub(r" .line \d+.", "", text).removeprefix("models[0].calibration.isotonic")
+
+    line = {"x": [0.1, 0.9], "y": [0.3, 0.6]}
+    calibration = load(small(calibration={"isotonic": {"neg": line}})).config.models[0].calibration
+    assert calibration.isotonic["neg"].y == (0.3, 0.6)
+    rising = ".neg.x: must be a list of numbers, each more than the one before, not "
+    assert message_of({**line, "x": [0.9, 0.1]}) == f"{rising}[0.9, 0.1]"
+    assert message_of({**line, "x": [0.1, 0.1]}) == f"{rising}[0.1, 0.1]"
+    assert message_of({**line, "y": [0.1]}) == ".neg.y: 1 for 2 of x; give one for each"
+    assert (
+        message_of({**line, "y": [0.1, 1.1]})
+        == ".neg.y: must be a list of numbers from 0 to 1, not [0.1, 1.1]"
+    )
+    assert message_of({"x": [0.1]}) == ".neg.y: required, for example y: [0.05, 0.5, 0.9]"
+    assert message_of(line, temperature=2) == ": temperature, scale or bias is given as well; keep one way"
+    (text,) = problems(small(calibration={"isotonic": {"nag": line}}))
+    assert "isotonic.nag" in text

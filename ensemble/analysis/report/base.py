@@ -22,6 +22,7 @@ from ensemble.analysis.predictions import Predictions, calibrations_of, read_run
 from ensemble.common.errors import DataError, EnsembleError
 from ensemble.common.files import unreadable
 from ensemble.common.text import duration, plural, shown_path
+from ensemble.data.answers import numbers_of
 from ensemble.data.csv_file import read_header
 from ensemble.data.formats import read_contents
 from ensemble.data.ids import places_among
@@ -29,7 +30,7 @@ from ensemble.data.input_file import Wanted, cell_texts
 from ensemble.merging.blocks import weights_by_bin
 from ensemble.merging.methods import METHODS
 from ensemble.merging.methods.base import MergeMethod, Values
-from ensemble.merging.metrics import METRICS, USUAL, Metric
+from ensemble.merging.metrics import METRICS, USUAL, Metric, find_metric
 from ensemble.merging.post_process import RowRules
 from ensemble.merging.scoring import Bootstrap, Interval
 from ensemble.pipeline.run_dir import RunDir
@@ -126,15 +127,23 @@ class ReportData:
         )
         return dict(zip(names, means.tolist(), strict=True))
 
-    @property
+    @cached_property
     def metrics(self) -> list[Metric]:
-        """Return the metrics that are shown, first the loss that decides."""
-        return [METRICS[name] for name in USUAL[self.predictions.activation]]
+        """Return the metrics that are shown, first the loss that decides, last those that the config names."""
+        metrics = {name: METRICS[name] for name in USUAL[self.predictions.activation]}
+        numbers = numbers_of(self.predictions.labels)
+        for wanted in self.report.metrics:
+            try:
+                metric = find_metric(wanted.name, numbers, wanted.group)
+                metrics.setdefault(metric.name, metric)
+            except EnsembleError as error:
+                self.problems.update(error.problems)
+        return [*metrics.values()]
 
     def score(self, metric: Metric, values: Values, others: Values | None = None) -> Interval | None:
         """Return a metric over the rows that have values, or how far it is above that of ``others``.
 
-        It is None if it is not defined for these rows; ``problems`` then say why.
+        It is None if it is not defined for these rows; ``problems`` then say why, or of what it is the mean.
         """
         sides = [values] if others is None else [values, others]
         bootstrap, parts = self._bootstrap.of_common_rows(*sides)
@@ -143,6 +152,8 @@ class ReportData:
         except DataError as error:
             self.problems.add(str(error))
             return None
+        if scores[0].partition is not None:
+            self.problems.add(f"{metric.name}: {scores[0].partition.text}")
         return scores[0].interval if others is None else scores[0].minus(scores[1])
 
     @cached_property

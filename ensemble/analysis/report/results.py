@@ -65,7 +65,7 @@ class Scores(Section):
         lines: list[str] = []
         ranking_remarks: list[str] = []
         if predictions.truth is not None:
-            headers[1:1] = [METRIC_NAMES[metric.name] for metric in data.metrics]
+            headers[1:1] = [METRIC_NAMES.get(metric.name, metric.name) for metric in data.metrics]
             lines = [gain_text(data.report), *answer_texts(data.report)]
             if predictions.ensemble is None:
                 lines = ["The run has merged nothing, so there are only its members to look at."]
@@ -116,7 +116,12 @@ def _score_cells(data: ReportData, gaps: Mapping[str, Interval]) -> list[list[ob
         for metric in data.metrics if predictions.truth is not None else ():
             score = None
             # Ranks have these metrics, too.
-            if not is_ensemble or data.method.gives_probabilities or metric.name in ("accuracy", "auc"):
+            if (
+                not is_ensemble
+                or data.method.gives_probabilities
+                or metric.kind in ("ranks", "own")
+                or metric.name == "accuracy"
+            ):
                 score = data.score(metric, values)
             cells.append(NOTHING if score is None else with_interval(metric.name, score))
             if score is not None and metric is data.metrics[0] and not is_ensemble:

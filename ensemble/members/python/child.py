@@ -6,9 +6,6 @@ called once the worker has its device.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
 import random
 import sys
 import sysconfig
@@ -18,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,6 +28,7 @@ from ensemble.common.protocol import CommonSpec, Counters, Ready
 from ensemble.common.shards import CACHE_FOLDER
 from ensemble.common.text import shown_path
 from ensemble.common.torch_errors import is_out_of_memory, one_line
+from ensemble.common.user_code import function_of, import_module
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.predictor import Prediction, Predictor, Report
 
@@ -91,11 +88,11 @@ class FunctionPredictor(Predictor):
         )
         sys.dont_write_bytecode = True  # a run writes nothing beside the user's files
         with _with_place():
-            module = _import_module(settings["module"], settings["file"])
-        self._predict = _function(module, settings["function"], "predict", ("the frame", "the context"))
+            module = import_module(settings["module"], settings["file"])
+        self._predict = function_of(module, settings["function"], "predict", ("the frame", "the context"))
         self._setup: Callable[..., Any] = lambda context: None
         if settings["setup"] is not None:
-            self._setup = _function(module, settings["setup"], "setup", ("the context",))
+            self._setup = function_of(module, settings["setup"], "setup", ("the context",))
 
     def load(self) -> Ready:
         self._context.cache_dir.mkdir(parents=True, exist_ok=True)
@@ -192,33 +189,6 @@ def _with_place() -> Iterator[None]:
 def _is_library(file: Path) -> bool:
     is_installed = not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
     return is_installed or file.is_relative_to(sysconfig.get_path("stdlib"))
-
-
-def _import_module(name: str, file: str | None) -> ModuleType:
-    if file is None:
-        return importlib.import_module(name)
-    # At the end of the path: a file of the user's does not replace an installed module.
-    sys.path.append(str(Path(file).parent))
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"predict: {file} is no Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # pickle looks classes up there
-    spec.loader.exec_module(module)
-    return module
-
-
-def _function(module: ModuleType, name: str, role: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
-    function: Callable[..., Any] | None = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"{role}: {name} must be a function of {module.__file__}")
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError as error:
-        raise ValueError(f"{role}: {name} is called with {' and '.join(arguments)}: {error}") from error
-    except ValueError:  # a function without a signature, written in C
-        pass
-    return function
 
 
 def _values(result: Any, ids: pd.Index, labels: tuple[str, ...]) -> npt.NDArray[np.float64]:

@@ -23,6 +23,7 @@ from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import unreadable
 from ensemble.common.text import did_you_mean, shown_path
+from ensemble.common.user_code import names_file
 from ensemble.config import MemberConfig, ReaderConfig
 from ensemble.config.document import Problem
 from ensemble.config.values import (
@@ -93,11 +94,6 @@ class PythonSettings(ReaderConfig):
             yield ("setup",), "must be the name of a function in the module of predict"
         if self.gpu_memory is not None and self.num_gpus == 0:
             yield ("gpu_memory",), "without num_gpus it runs on the CPU; set num_gpus: 1, or leave this out"
-
-
-def names_file(module: str) -> bool:
-    """Return whether ``module`` is the path of a file, not the name of a module."""
-    return module.endswith(".py") or "/" in module
 
 
 @dataclass(frozen=True)
