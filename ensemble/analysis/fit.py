@@ -31,11 +31,11 @@ from ensemble.analysis.weights import (
     StackingFit,
     WeightedBlend,
     answered,
+    fit_answer,
     fit_greedy,
     fit_isotonic,
     fit_stacking,
     fit_temperature,
-    fit_thresholds,
     fit_vector_scaling,
     geometric_loss,
     kind_of,
@@ -48,11 +48,11 @@ from ensemble.analysis.weights import (
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.text import nearest_or_all, plural, quoted
 from ensemble.config import CalibrationConfig, FittingConfig
-from ensemble.data.answers import numbers_of
+from ensemble.data.answers import Answer, numbers_of
 from ensemble.data.digests import truth_sha256
 from ensemble.data.table import Truth
 from ensemble.merging.methods.base import Values
-from ensemble.merging.metrics import QUADRATIC_KAPPA, Metric, UndefinedMetric, find_metric, order_remarks
+from ensemble.merging.metrics import F1, QUADRATIC_KAPPA, Metric, UndefinedMetric, find_metric, order_remarks
 from ensemble.merging.metrics import Rows as ScoredRows
 from ensemble.merging.scoring import Bootstrap, Interval, Scored
 
@@ -172,7 +172,7 @@ class FitReport:
             ``best``.
         stacking: None if the ensemble has weights.
         fitted_on: the labelled rows, and the score with its 95 % interval, as ``weights.yaml`` has them.
-        thresholds: None unless the metric is the quadratic kappa.
+        thresholds: None unless the metric is the quadratic kappa, or F1 of labels that are answers or not.
         mean_over: the folds or groups over which the figures are means, in words; empty if they are of all rows.
         rejected: a fit that is worse than equal weights by more than noise, so that these were taken instead.
         candidates: what ``--method auto`` compared, the fewest numbers to fit first; empty without it.
@@ -256,21 +256,21 @@ def fit_sample(
     scorer = HeldOutScorer(sample, metric, fold_of)
     calibrations = fit_calibrations(sample, options)
     blend = blend_fitter(values_to_merge(sample, calibrations, options), sample, options, metric)(None)
-    numbers, order = tuple[float, ...](), list[str]()
-    if options.metric == QUADRATIC_KAPPA:
-        numbers = options.numbers or numbers_of(sample.labels)
-        order = [] if options.numbers else order_remarks([options.metric], sample.labels)
-    held_out, answers, best_members = _cross_validated(sample, options, metric, fold_of, numbers, equal_pool)
+    order = [] if options.numbers else order_remarks([options.metric], sample.labels)
+    usual = usual_answer(sample, options)
+    held_out, answers, best_members = _cross_validated(sample, options, metric, fold_of, usual, equal_pool)
     merged, equal, best, *without = map(scorer.score, held_out)
     thresholds: FittedThresholds | None = None
-    if numbers:
-        score, of_rounding = scorer.score(answers), scorer.score(answered(rounding(numbers), held_out[0]))
+    if usual is not None:
+        score, of_usual = scorer.score(answers), scorer.score(answered(usual, held_out[0]))
+        fitted = fit_answer(held_out[0], sample.labelled, usual, metric, options.seed)
         thresholds = FittedThresholds(
-            numbers=numbers,
-            values=fit_thresholds(held_out[0], sample.labelled, numbers, options.seed).thresholds,
+            numbers=fitted.numbers,
+            labels=tuple(sample.labels[label] for label in fitted.labels),
+            values=fitted.thresholds or tuple(fitted.above[label] for label in fitted.labels),
             score=score.value,
-            halfway=of_rounding.value,
-            over_halfway=scorer.gain(score, of_rounding),
+            halfway=of_usual.value,
+            over_halfway=scorer.gain(score, of_usual),
         )
     members = tuple(
         FittedMember(
@@ -358,7 +358,7 @@ def check(sample: Predictions, options: Options, metric: Metric) -> None:
     fits_more = (
         options.calibration != "none"
         or options.method in ("stacking", "auto")
-        or options.metric == QUADRATIC_KAPPA
+        or usual_answer(sample, options) is not None
     )
     if not fits_more:
         if len(sample.members) == 1:
@@ -423,9 +423,23 @@ def fitted_numbers(sample: Predictions, options: Options) -> int:
         numbers += (members * labels + 1) * (labels - 1)
     elif options.method == "stacking":
         numbers += (members + 1) * labels
-    if options.metric == QUADRATIC_KAPPA:  # the thresholds between the labels
-        numbers += labels - 1
+    usual = usual_answer(sample, options)
+    if usual is not None:  # the thresholds between the labels, or one: each label's is fitted by itself
+        numbers += max(1, len(usual.thresholds))
     return numbers
+
+
+def usual_answer(sample: Predictions, options: Options) -> Answer | None:
+    """Return the answer whose thresholds the metric fits, with usual ones; None: it fits none.
+
+    F1 has one for each label, of two exclusive labels one for the second; of more it is of the likeliest label.
+    """
+    if options.metric == QUADRATIC_KAPPA:
+        return rounding(options.numbers or numbers_of(sample.labels))
+    labels, is_exclusive = len(sample.labels), sample.activation == "softmax"
+    if options.metric not in F1 or sample.activation == "none" or (is_exclusive and labels != 2):
+        return None
+    return Answer(texts=(), above=(np.inf, 0.5) if is_exclusive else (0.5,) * labels)
 
 
 def fit_calibrations(sample: Predictions, options: Options) -> Calibrations:
@@ -499,7 +513,7 @@ def _cross_validated(
     options: Options,
     metric: Metric,
     fold_of: Rows,
-    numbers: tuple[float, ...],
+    usual: Answer | None,
     equal_pool: Pool,
 ) -> tuple[list[Values], Values, list[int]]:
     """Merge each row by what was fitted to the other folds.
@@ -507,11 +521,11 @@ def _cross_validated(
     Returns:
         values, float64 [rows, labels] each, of the ensemble, of equal weights, of the best member and, if there are
         several members, of the ensembles without each of them; the ensemble's answers in the same form, by
-        thresholds between ``numbers``; and the number of the best member of each fold.
+        fitted thresholds in place of the ``usual`` ones; and the number of the best member of each fold.
     """
     count, shape = len(sample.members), (sample.rows, len(sample.labels))
     merged, equal, best, *without = (np.empty(shape, order="F") for _ in range(3 + count * (count > 1)))
-    answers = np.empty(shape if numbers else (0, 0))
+    answers = np.empty((0, 0) if usual is None else shape)
     best_members, is_exclusive = [], sample.activation == "softmax"
     equal_blend = WeightedBlend(np.ones(count), equal_pool, kind_of(sample.labelled))
     for fold in range(options.folds):
@@ -528,11 +542,11 @@ def _cross_validated(
         best[is_scored] = raw[best_members[-1]]
         equal[is_scored] = equal_blend.merge(raw)
         merged[is_scored] = blend.merge(ready)
-        if numbers:
+        if usual is not None:
             fitted_to, tried_on = blend.merge(members), merged[is_scored]
             others.post.merged(0, fitted_to, is_exclusive)
             scored.post.merged(0, tried_on, is_exclusive)
-            answer = fit_thresholds(fitted_to, known, numbers, options.seed)
+            answer = fit_answer(fitted_to, known, usual, metric, options.seed)
             answers[is_scored] = answered(answer, tried_on)
         for number, values in enumerate(without):
             has_weight = isinstance(blend, StackingFit) or blend.weights[number] > 0

@@ -29,12 +29,20 @@ from scipy.optimize import minimize
 from scipy.special import expit, logsumexp
 
 from ensemble.config.schema import IsotonicConfig
-from ensemble.data.answers import Answer, halfway
+from ensemble.data.answers import DIGITS, Answer, halfway
 from ensemble.data.table import Truth
 from ensemble.merging.calibration import EPSILON, features, probabilities_of
 from ensemble.merging.methods.base import Values
 from ensemble.merging.methods.weighted_mean import weighted_mean
-from ensemble.merging.metrics import QUADRATIC_KAPPA, LabelledRows, answer_scores, row_losses
+from ensemble.merging.metrics import (
+    MICRO_F1,
+    QUADRATIC_KAPPA,
+    LabelledRows,
+    Metric,
+    Rows,
+    answer_scores,
+    row_losses,
+)
 from ensemble.merging.scoring import Interval
 
 Kind: TypeAlias = Literal["softmax", "sigmoid"]
@@ -372,10 +380,12 @@ def _regression(inputs: Values, targets: Values, penalty: float) -> tuple[Values
 class FittedThresholds:
     """Hold the thresholds (``values``) between the labels' numbers, fitted to held-out predictions of all rows.
 
-    ``score`` is the kappa of rows whose thresholds were fitted without them, ``halfway`` that of rounding.
+    ``score`` is the kappa of rows whose thresholds were fitted without them, ``halfway`` that of rounding. Without
+    ``numbers`` they are those of ``labels``, ``score`` is the F1, and ``halfway`` that of 0.5.
     """
 
     numbers: tuple[float, ...]
+    labels: tuple[str, ...]
     values: tuple[float, ...]
     score: float
     halfway: float
@@ -407,6 +417,47 @@ def fit_thresholds(values: Values, known: LabelledRows, numbers: tuple[float, ..
     return replace(answer, thresholds=thresholds) if len(set(thresholds)) == len(start) else answer
 
 
+def fit_answer(values: Values, known: LabelledRows, start: Answer, metric: Metric, seed: int) -> Answer:
+    """Return the answer whose thresholds have the best score on these rows; ``start`` has others."""
+    if start.numbers:
+        return fit_thresholds(values, known, start.numbers, seed)
+    above, is_exclusive = np.array(start.above), known.activation == "softmax"
+    # One threshold for all labels, or one for each.
+    for labels in [start.labels] if metric.name == MICRO_F1 else start.labels[:, None]:
+        truth = known.truth if is_exclusive else known.truth[:, labels].reshape(-1, 1)
+        rows = LabelledRows(truth, known.activation, possible=None, folds=None)
+        above[labels] = _best_threshold(values[:, labels].ravel(), rows, metric)
+    return replace(start, above=tuple(above.tolist()))
+
+
+def _best_threshold(chances: Values, known: LabelledRows, metric: Metric) -> float:
+    """Return the threshold with the best score of one label, or of two exclusive ones of which it is the second.
+
+    All that differ are tried: one between any two probabilities, one below and one above them. Of equally good ones
+    it is the one nearest to 0.5.
+    """
+    order = np.argsort(-chances, kind="stable")
+    known, chances = known.taken(order), chances[order].round(DIGITS)
+    is_exclusive = known.activation == "softmax"
+    sides = ([1.0, 0.0], [0.0, 1.0]) if is_exclusive else ([0.0], [1.0])
+    no, yes = (metric.statistics(Rows(known, np.tile(side, (len(order), 1)))) for side in sides)
+    # The first rows are above: none, one, two and so on.
+    sums = no.sum(axis=0) + np.insert((yes - no).cumsum(axis=0), 0, 0.0, axis=0)
+    lows, highs = np.append(chances, 0.0), np.insert(chances, 0, 1.0)
+    # Equal probabilities are not divided, those of 0 are never above, and no threshold is above 1.
+    scores = np.where(lows < highs, metric.of_sums(sums, np.array(float(len(order))), is_exclusive), -np.inf)
+    best = np.flatnonzero(scores >= scores.max() - 1e-12)
+    middles = np.where((lows < 0.5) & (highs >= 0.5), 0.5, (lows + highs) / 2)
+    chosen = best[np.abs(middles[best] - 0.5).argmin()]
+    low, threshold, high = lows[chosen], round(float(middles[chosen]), 6), float(highs[chosen])
+    return threshold if low < threshold <= high else high
+
+
 def answered(answer: Answer, values: Values) -> Values:
     """Return each row's answer as probabilities, 1 for it and 0 for the others, float64 [rows, labels]."""
+    if answer.above:
+        decisions = answer.decisions(values)
+        if len(answer.labels) < len(answer.above):  # of two exclusive labels the second
+            decisions[:, 0] = ~decisions[:, 1]
+        return decisions.astype(np.float64)
     return one_hot(answer.choices(values)[:, 0], values.shape[1])

@@ -27,9 +27,10 @@ from ensemble.common.protocol import Activation
 from ensemble.common.text import metric_words, plural
 from ensemble.config import CalibrationConfig, ConfigSource, LoadedConfig, MappingConfig
 from ensemble.config.document import parse
+from ensemble.config.schema import AnswerConfig
 from ensemble.data.answers import whole_numbers
 from ensemble.merging.methods.base import Values
-from ensemble.merging.metrics import QUADRATIC_KAPPA, find_metric
+from ensemble.merging.metrics import find_metric
 from ensemble.merging.scoring import Interval
 from ensemble.pipeline.prediction_files import changed_members, changed_sentence, path_of
 from ensemble.pipeline.run_dir import RunDir
@@ -119,7 +120,7 @@ def fit_sources(
     )
     report = _fitted(predictions, replace(options, pool=merge_method or "mean"), folds_from, id_column)
     names = ", ".join(path_of(file).name for file in files)
-    return report, _overlay(report, report.options.pool, f"{names} by {labels.name}")
+    return report, _overlay(report, report.options.pool, f"{names} by {labels.name}", columns={})
 
 
 def _fitted(
@@ -188,13 +189,13 @@ def _fit_run(
         )
     elif data.has_truth:
         predictions = read_truth_of(predictions, data)
-    columns = _submitted_columns(loaded) if options.metric == QUADRATIC_KAPPA else {}
+    columns = _submitted_columns(loaded)
     numbers = next(filter(None, (_numbers(column, config.labels) for column in columns.values())), ())
     options = replace(options, pool=POOLS.get(method, "mean"), numbers=numbers)
     report = _fitted(predictions, options, folds_from, id_column or data.id_column)
     if POOLS.get(method) != report.options.pool:
         method = report.options.pool
-    overlay = _overlay(report, method, f"the predictions in {run_dir.name}", columns if numbers else None)
+    overlay = _overlay(report, method, f"the predictions in {run_dir.name}", columns)
     return report, loaded.redactor(overlay)
 
 
@@ -210,16 +211,37 @@ def _submitted_columns(loaded: LoadedConfig) -> Mapping[str, Any]:
 
 def _numbers(column: Any, labels: Sequence[str]) -> tuple[float, ...]:
     """Return the expected number of each label in a column's answers; none if it has no such answers."""
-    answer = column.get("answer") if isinstance(column, dict) else None
-    numbers = answer.get("expected") if isinstance(answer, dict) else None
+    numbers = _answer_of(column).get("expected")
     return tuple(map(float, numbers)) if isinstance(numbers, list) and len(numbers) == len(labels) else ()
 
 
+def _answer_of(column: Any) -> Mapping[str, Any]:
+    """Return the settings of a column's answers; empty if it has none."""
+    answer = column.get("answer") if isinstance(column, dict) else None
+    return answer if isinstance(answer, dict) else {}
+
+
 def _answer(thresholds: FittedThresholds) -> dict[str, Any]:
-    return {"expected": whole_numbers(thresholds.numbers), "thresholds": [*thresholds.values]}
+    if thresholds.numbers:
+        return {"expected": whole_numbers(thresholds.numbers), "thresholds": [*thresholds.values]}
+    return {"above": dict(zip(thresholds.labels, thresholds.values, strict=True))}
 
 
-def _overlay(report: FitReport, method: str, sources: str, columns: Mapping[str, Any] | None = None) -> str:
+def _fitted_column(name: str, column: Any, report: FitReport) -> Any:
+    """Return a column of the submission with the fitted thresholds; the column itself if they are not for it."""
+    answer, thresholds = _answer_of(column), report.thresholds
+    if thresholds is None or ("above" not in answer and not thresholds.numbers):
+        return column
+    fitted = _answer(thresholds)
+    if not thresholds.numbers:
+        given = AnswerConfig.model_construct(above=answer["above"]).label_thresholds(name, report.labels)
+        fitted = {"above": {label: fitted["above"].get(label, given[label]) for label in given}}
+    elif _numbers(column, report.labels) != thresholds.numbers:
+        return column
+    return {**column, "answer": {**answer, **fitted}}
+
+
+def _overlay(report: FitReport, method: str, sources: str, columns: Mapping[str, Any]) -> str:
     """Return the text of ``weights.yaml`` for a merge method.
 
     ``sources`` names the fitted predictions, ``columns`` are the submission's, which get the fitted thresholds.
@@ -252,14 +274,9 @@ def _overlay(report: FitReport, method: str, sources: str, columns: Mapping[str,
     fitted_on["interval"] = fitted_on["interval"] and [_short(end) for end in fitted_on["interval"]]
     ensemble = {"method": method} if report.stacking is None else _stacking(report, report.stacking)
     document = {"models": models, "fitted_on": fitted_on, "ensemble": ensemble}
-    if columns is not None and report.thresholds is not None:
-        numbers, answer = report.thresholds.numbers, {"answer": _answer(report.thresholds)}
-        fitted = {
-            name: column | answer
-            for name, column in columns.items()
-            if _numbers(column, report.labels) == numbers
-        }
-        document["submission"] = {"columns": {**columns, **fitted}}
+    fitted = {name: _fitted_column(name, column, report) for name, column in columns.items()}
+    if any(fitted[name] is not column for name, column in columns.items()):
+        document["submission"] = {"columns": fitted}
     text = yaml.safe_dump(document, default_flow_style=None, sort_keys=False, allow_unicode=True, width=1_000)
     return "".join(f"# {' '.join(line.split())}\n" for line in head) + text
 
@@ -347,8 +364,8 @@ def verdicts(report: FitReport) -> Iterator[str]:
         answer = ", ".join(f"{key}: {numbers}" for key, numbers in _answer(report.thresholds).items())
         yield f"Thresholds, as a column of the submission has them: {{answer: {{{answer}}}}}"
         yield (
-            f"Held-out quadratic kappa of these answers {_number(report.thresholds.score, over)}. "
-            f"{_against('rounding', report.thresholds.halfway, over)}"
+            f"Held-out {metric} of these answers {_number(report.thresholds.score, over)}. "
+            f"{_against('rounding' if report.thresholds.numbers else '0.5', report.thresholds.halfway, over)}"
         )
     if report.rows_left_out:
         whole = report.rows + report.rows_left_out + report.rows_decided

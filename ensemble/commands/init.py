@@ -189,7 +189,7 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None) -> st
         ]
     if sample is not None:
         lines += ["", "submission:", f"  sample: {_scalar(str(sample))}", "  path: submission.csv"]
-        lines += _answers(submitted_cells, labels) or _submission_columns(submitted, labels)
+        lines += _answers(submitted_cells, labels) or _submission_columns(submitted_cells, labels)
     return "\n".join([*lines, "", "output_dir: runs/first", ""])
 
 
@@ -342,10 +342,12 @@ def _answers(cells: Mapping[str, Sequence[str]], labels: Sequence[str]) -> list[
         if is_number or name in labels:
             continue
         for separator in ("\n", " ", ", ", ",", ";", "|"):
-            parts = [cell.split(separator) for cell in column_cells]
-            if parts and set(chain.from_iterable(parts)) <= set(labels):
-                top = max(map(len, parts))
-                answer = "label" if top == 1 else f"{{top: {top}, separator: {_scalar(separator)}}}"
+            parts = [cell.split(separator) if cell else [] for cell in column_cells]
+            if any(parts) and set(chain.from_iterable(parts)) <= set(labels):
+                top, least = max(map(len, parts)), min(map(len, parts))
+                # As many labels in each row are the likeliest ones; else each is decided by itself.
+                key = f"top: {top}" if top == least else "above: 0.5"
+                answer = "label" if top == least == 1 else f"{{{key}, separator: {_scalar(separator)}}}"
                 lines.append(f"    {_scalar(name)}: {{answer: {answer}}}")
                 break
     if not lines:
@@ -357,23 +359,33 @@ def _answers(cells: Mapping[str, Sequence[str]], labels: Sequence[str]) -> list[
     ]
 
 
-def _submission_columns(submitted: Sequence[str], labels: Sequence[str]) -> list[str]:
-    """Return the YAML for the label of each of the sample's columns; none if their names are the labels'."""
+def _submission_columns(cells: Mapping[str, Sequence[str]], labels: Sequence[str]) -> list[str]:
+    """Return the YAML for the label of each of the sample's columns; none if their names are the labels'.
+
+    Columns whose cells are 0 and 1 are for decisions, unless each has the same cell in all rows.
+    """
+    distinct, submitted = [{*of_column} for of_column in cells.values()], [*cells]
+    are_decided = {"0", "1"} in distinct and all(of_column <= {"0", "1"} for of_column in distinct)
+    guess = "which label each column of the sample is"
     if set(submitted) <= set(labels):
-        return []
-    same = _same_but_case(submitted, labels)
-    if same:
-        return [f"  columns: {_mapping(same)}"]
-    if len(submitted) == len(labels):
+        label_by_column = {name: name for name in submitted if are_decided}
+    elif same := _same_but_case(submitted, labels):
+        label_by_column, guess = same, ""
+    elif len(submitted) == len(labels):
         label_by_column = dict(zip(submitted, labels, strict=True))
     elif len(submitted) == 1 and len(labels) == 2:  # of two classes the second is the one that is asked for
         label_by_column = {submitted[0]: labels[1]}
     else:
         return []
-    return [
-        "  # GUESS: submission.columns: which label each column of the sample is",
-        f"  columns: {_mapping(label_by_column)}",
-    ]
+    lines = [f"  columns: {_mapping(label_by_column)}"] if label_by_column else []
+    if are_decided:
+        guess = "1 from 0.5 on, because the sample's cells are 0 and 1; fit finds better thresholds"
+        items = {_scalar(name): _scalar(label) for name, label in label_by_column.items()}
+        lines = [
+            "  columns:",
+            *(f"    {name}: {{answer: {{above: {{{items[name]}: 0.5}}}}}}" for name in items),
+        ]
+    return [f"  # GUESS: submission.columns: {guess}", *lines] if guess and lines else lines
 
 
 def _truth(cells: Mapping[str, Sequence[Any]], labels: Sequence[str]) -> list[str]:

@@ -70,6 +70,7 @@ from ensemble.config.values import (
     TaskType,
     Temperature,
     Text,
+    Thresholds,
     TimeLimit,
     Trackers,
     Values,
@@ -666,18 +667,28 @@ class RuleConfig(StrictConfig):
 
 
 class AnswerConfig(StrictConfig):
-    """Several labels or a number as the answer; give one of ``top`` and ``expected``."""
+    """Several labels or a number as the answer; give one of ``top``, ``above`` and ``expected``."""
 
     top: Count | None = None  # how many labels, the likeliest first; those of probability 0 are left out
-    separator: Marker = " "  # text between these labels
+    # Labels with at least this probability, or thresholds by label, joined in the config's order. A column of one
+    # label, by its own name or here, holds 1 or 0.
+    above: Thresholds | None = Field(default=None, examples=["{toxic: 0.31}"])
+    at_least: Count | None = None  # where fewer labels are above, the likeliest others are added
+    none: Marker | None = None  # text where no label is above; left out: nothing, or 0
+    separator: Marker = " "  # text between the labels of top and above
     # A number for each label; the expected number decides which is the answer. With one label: its value decides.
     expected: DistinctNumbers | None = None
     # Expected numbers at which the next answer begins; left out: halfway between the numbers.
     thresholds: RisingNumbers | None = None
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
-        if (self.top is None) == (self.expected is None):
-            yield (), "give one of top and expected"
+        if sum(key is not None for key in (self.top, self.above, self.expected)) != 1:
+            yield (), "give one of top, above and expected"
+        if isinstance(self.above, dict):
+            yield from foreign_labels("above", self.above, labels)
+        for key in ("at_least", "none"):
+            if self.above is None and getattr(self, key) is not None:
+                yield (key,), "is for above, which is not given"
         if self.top is not None and labels and self.top > len(labels):
             yield ("top",), f"more than there are: {plural(len(labels), 'label')}"
         if self.expected is None and self.thresholds is not None:
@@ -692,13 +703,19 @@ class AnswerConfig(StrictConfig):
         elif self.thresholds is not None and len(self.thresholds) != count - 1:
             yield ("thresholds",), f"{len(self.thresholds):,} between {count:,} numbers; give {count - 1:,}"
 
+    def label_thresholds(self, column: str, labels: Sequence[str]) -> dict[str, float]:
+        """Return the threshold of each label that may stand in this column of the submission, by label."""
+        above = {} if self.above is None else self.above
+        chosen = [column] if column in labels else labels
+        return above if isinstance(above, dict) else dict.fromkeys(chosen, above)
+
 
 class AnswerColumnConfig(StrictConfig):
     """A column of the submission that holds answers, not probabilities."""
 
     # label: the likeliest label, of equal ones the first.
     answer: Annotated[
-        Annotated[Literal["label"], MustBe("label, {top: 3} or {expected: [1, 2, 3]}"), Tag("text")]
+        Annotated[Literal["label"], MustBe("label, {top: 3} or {above: 0.5}"), Tag("text")]
         | Annotated[AnswerConfig, Tag("mapping")],
         Discriminator(mapping_or_text),
     ] = Field(examples=["label"])
@@ -752,6 +769,11 @@ class SubmissionConfig(StrictConfig):
         for column, label in self.label_by_column.items():
             if labels and label not in labels:
                 yield ("columns", column), "must be one of the labels"
+        for column, settings in self.answers.items():
+            answer = settings.answer
+            count = 0 if answer == "label" else len(answer.label_thresholds(column, labels))
+            if answer != "label" and 0 < count <= (answer.at_least or 0):
+                yield ("columns", column, "answer", "at_least"), "every row would have all its labels"
 
 
 class TuningConfig(StrictConfig):

@@ -305,6 +305,12 @@ Devices = Annotated[int, Ge(0), MustBe("a whole number of at least 0")]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED), MustBe(f"a whole number from 0 to {MAX_SEED}")]
 Part = Annotated[float, Gt(0), Le(1), MustBe("a number above 0, up to 1")]
 Number = Annotated[float, Ge(0), AllowInfNan(False), MustBe("a number of at least 0")]
+Chance = Annotated[float, Ge(0), Le(1), AllowInfNan(False), MustBe("a number from 0 to 1")]
+Thresholds = Annotated[
+    Annotated[Chance, Tag("text")]
+    | Annotated[dict[str, Chance], Len(1), MustBe("a mapping of labels to numbers", dict), Tag("mapping")],
+    Discriminator(mapping_or_text),
+]
 _MAX_FACTOR = 1e6
 _MIN_TEMPERATURE = 1e-6
 Factor = Annotated[

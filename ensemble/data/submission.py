@@ -84,13 +84,20 @@ class Sample:
             label = self._label(name)
             mapped = f" is mapped to {quoted(label)}, which" if name in self.columns_map else ""
             hint = f"{did_you_mean(label, self.labels)}; map it to one of {listed(self.labels)}, or for the label "
-            hint += "itself to {answer: label}"
+            hint += f"itself to {{answer: label}}, for 0 and 1 to {{answer: {{above: {{{self.labels[-1]}: 0.5}}}}}}"
             problems.append(f"column {quoted(name)}{mapped} is not a label{hint}")
         problems += [
             f"has no column {quoted(name)}{did_you_mean(name, others)}, though it is mapped to {content}"
             for content, names in (("a label", self.columns_map), ("an answer", self.answers))
             for name in names
             if name not in others
+        ]
+        problems += [
+            f"column {quoted(name)} holds 0 and 1, and is none of the labels; name its label in "
+            f"submission.columns: {{answer: {{above: {{{self.labels[-1]}: 0.5}}}}}}"
+            for name, answer in self.answers.items()
+            if name in others and len(answer.labels) > 1 and "0" not in self.labels
+            if {*read_text_csv(self.path, [name]).column(0).unique().to_pylist()} == {"0", "1"}
         ]
         counts_by_label = Counter(map(self._label, with_labels))
         problems += [

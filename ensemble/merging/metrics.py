@@ -28,6 +28,9 @@ from ensemble.merging.calibration import EPSILON
 from ensemble.merging.methods.base import Values, block_spans
 
 QUADRATIC_KAPPA: Final = "quadratic_kappa"
+MACRO_F1: Final = "macro_f1"
+MICRO_F1: Final = "micro_f1"
+F1: Final = (MACRO_F1, MICRO_F1)
 # The fold of each row, [rows].
 Folds: TypeAlias = npt.NDArray[np.int64]
 # Bool [rows, labels], or [rows].
@@ -554,8 +557,8 @@ METRICS: Final[Mapping[str, Metric]] = {
     for metric in (
         Metric("log_loss", "mean", _log_losses, greater_is_better=False),
         Metric("accuracy", "mean", _hits),
-        Metric("macro_f1", "sums", _label_counts, partial(_f1, average="macro")),
-        Metric("micro_f1", "sums", _label_counts, partial(_f1, average="micro")),
+        Metric(MACRO_F1, "sums", _label_counts, partial(_f1, average="macro")),
+        Metric(MICRO_F1, "sums", _label_counts, partial(_f1, average="micro")),
         Metric("weighted_f1", "sums", _label_counts, partial(_f1, average="weighted")),
         Metric("mcc", "sums", _label_counts, _matthews),
         Metric("auc", "ranks", _placements, _auc, why_undefined=_ONE_SIDE),
@@ -646,9 +649,16 @@ def answer_scores(answer: Answer, known: LabelledRows, values: Values) -> dict[s
     """Return the scores of the answers to rows, of whose values float64 [rows, labels] they are made, by metric.
 
     These are the accuracy of a single answer, and of a number Cohen's quadratic kappa, too, if it is defined (of
-    the numbers' places in rising order, as scikit-learn has it); or of the ``top`` labels MAP, nDCG and MRR,
-    for which unlike in metrics of values a label of probability 0 is no answer.
+    the numbers' places in rising order, as scikit-learn has it); or of the ``top`` labels MAP, nDCG and MRR, for
+    which unlike in metrics of values a label of probability 0 is no answer. Of labels that are ``above`` they are
+    the share of rows with all of them right, and F1.
     """
+    if answer.above:
+        labels, truth = answer.labels, Rows(known, values).true_each.astype(np.float64)
+        decided = answer.decisions(values)[:, labels].astype(np.float64)
+        of_labels = LabelledRows(truth[:, labels], "sigmoid", possible=None, folds=None)
+        names = ("accuracy", *F1) if len(labels) > 1 else ("accuracy", MACRO_F1)
+        return {name: METRICS[name].value(of_labels, decided) for name in names}
     choices = answer.choices(values)
     if answer.numbers:
         numbers = np.array(answer.numbers)

@@ -342,9 +342,14 @@ def make_answers(loaded: LoadedConfig, problems: Problems) -> dict[str, Answer]:
         with problems.at(f"{answer_key(loaded, name)}: format"):
             settings = AnswerConfig(top=1) if column.answer == "label" else column.answer
             numbers = settings.expected or ()
+            by_label = settings.label_thresholds(name, labels)
+            yes, no = ("1", "0") if len(by_label) == 1 else ("", "")
             answers[name] = Answer(
-                texts=tuple(column.names.get(label, label) for label in labels),
+                texts=tuple(column.names.get(label, yes or label) for label in labels),
                 top=settings.top or 1,
+                above=tuple(by_label.get(label, math.inf) for label in labels) if by_label else (),
+                at_least=settings.at_least or 0,
+                none=no if settings.none is None else settings.none,
                 separator=settings.separator,
                 numbers=numbers,
                 thresholds=settings.thresholds or halfway(numbers),
@@ -370,6 +375,8 @@ def check_answers(
     is_exclusive = RowRules.are_exclusive(merged_activation(inspected), method)
     for name, answer in answers.items():
         with problems.at(answer_key(loaded, name)):
+            if answer.above and merged_activation(inspected) == "none":
+                raise ConfigError(f"above: {_RAW}; use expected, with thresholds between numbers")
             if answer.numbers and len(labels) > 1 and not is_exclusive:
                 raise ConfigError(
                     "expected: needs probabilities that sum to 1: softmax members, and a merge method that gives "

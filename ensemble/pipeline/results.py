@@ -23,6 +23,7 @@ from ensemble.common.shards import file_sha256, write_bits
 from ensemble.common.text import plural, shown_path
 from ensemble.config import MemberConfig
 from ensemble.config.schema import FittingConfig
+from ensemble.data.answers import scored_together
 from ensemble.data.csv_file import write_csv
 from ensemble.data.digests import truth_sha256
 from ensemble.data.submission import Sample
@@ -177,7 +178,7 @@ class ResultWriter:
                 scoring.add(start, all_values[start:stop])
         self._write(all_values)
         if prepared.sample is not None and prepared.labelled is not None:
-            for column, answer in prepared.sample.answers.items():
+            for column, answer in scored_together(prepared.sample.answers).items():
                 results.answers[column] = answer_scores(answer, prepared.labelled, all_values)
         for member in merged:
             results.merged_rows[member.name] = member.check.reached

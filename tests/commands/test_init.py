@@ -203,12 +203,14 @@ def test_one_column_of_text_and_one_of_labels(project: Project) -> None:
         (["a", "b", "tie"], ["a", "tie"], {"answer": "label"}),
         (
             ["Correct:NA", "Neither:NA", "b"],
-            ["b Correct:NA", "Neither:NA"],
+            ["b Correct:NA", "Neither:NA b"],
             {"answer": {"top": 2, "separator": " "}},
         ),
         (["a", "b", "c d"], ["c d, a, b"], {"answer": {"top": 3, "separator": ", "}}),
         (["1", "2", "3"], ["1", "3"], {"answer": "label"}),
-        (["0", "1"], ["0", "1"], "1"),  # probabilities, as likely as not
+        (["a", "b", "c"], ["a;c", "b", ""], {"answer": {"above": 0.5, "separator": ";"}}),
+        (["0", "1"], ["0", "1"], {"answer": {"above": {"1": 0.5}}}),
+        (["0", "1"], ["0"], "1"),  # probabilities, as likely as not
         (["a", "b"], ["0.5"], "b"),
     ],
 )
@@ -226,6 +228,36 @@ def test_a_sample_whose_cells_are_labels_is_for_answers(
     )
     assert config["labels"] == labels
     assert config["submission"]["columns"] == {"answers": answer}
+
+
+@pytest.mark.parametrize(
+    ("columns", "labels"),
+    [(["b", "a"], ["b", "a"]), (["A", "B"], ["a", "b"]), (["x", "y"], ["a", "b"])],
+)
+def test_a_sample_whose_cells_are_0_and_1_is_for_decisions(
+    project: Project, columns: list[str], labels: list[str]
+) -> None:
+    make_checkpoint(project.folder / "model", "bert", ["a", "b"], seed=1)
+    ids = project.read("test.csv")[1]
+    project.write_csv(
+        "sample.csv", ["id", *columns], [[row[0], str(n % 2), "0"] for n, row in enumerate(ids)]
+    )
+    done = project.ensemble("init", "test.csv", "model", "--sample", "sample.csv")
+    assert done.returncode == 0, done.stderr
+    assert "guess: submission.columns: 1 from 0.5 on, because the sample's cells are 0 and 1" in done.stdout
+    answers = {name: {"answer": {"above": {label: 0.5}}} for name, label in zip(columns, labels, strict=True)}
+    assert made(project)[1]["submission"]["columns"] == answers
+
+
+def test_0_and_1_of_columns_that_are_no_labels_are_for_the_user(project: Project) -> None:
+    make_checkpoint(project.folder / "model", "bert", ["a", "b"], seed=1)
+    ids = project.read("test.csv")[1]
+    header = ["id", "x", "y", "z"]
+    project.write_csv("sample.csv", header, [[row[0], str(n % 2), "0", "1"] for n, row in enumerate(ids)])
+    done = project.ensemble("init", "test.csv", "model", "--sample", "sample.csv")
+    assert done.returncode == 2
+    assert "column 'x' is not a label; map it to one of 'a', 'b', or for the label itself to" in done.stderr
+    assert "for 0 and 1 to {answer: {above: {b: 0.5}}}" in done.stderr
 
 
 def test_labels_that_only_the_cells_of_the_sample_name(project: Project, contest_models: Path) -> None:

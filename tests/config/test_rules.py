@@ -235,11 +235,14 @@ def test_answers_of_the_submission(load: Load, problems: Problems) -> None:
             {"answer": {"expected": [1, 2, 3]}},
             "x.answer.expected (line 13): 3 for 2 labels; give one for each, in their order",
         ),
-        ({"answer": {}}, "x.answer (line 13): give one of top and expected"),
-        ({"answer": {"top": 1, "expected": [1, 2]}}, "x.answer (line 13): give one of top and expected"),
+        ({"answer": {}}, "x.answer (line 13): give one of top, above and expected"),
+        (
+            {"answer": {"top": 1, "expected": [1, 2]}},
+            "x.answer (line 13): give one of top, above and expected",
+        ),
         (
             {"answer": "best"},
-            "x.answer (line 13): must be label, {top: 3} or {expected: [1, 2, 3]}, not 'best'",
+            "x.answer (line 13): must be label, {top: 3} or {above: 0.5}, not 'best'",
         ),
         ({"answer": "label", "nmes": {}}, "x.nmes (line 13): unknown key; did you mean names?"),
         ({"names": {"neg": "N"}}, "x.answer (line 13): required, for example answer: label"),
@@ -251,6 +254,28 @@ def test_answers_of_the_submission(load: Load, problems: Problems) -> None:
             {"answer": {"expected": [1, 2]}, "names": {"neg": "N"}},
             "x.names (line 13): are for labels; write text around the numbers of expected by format",
         ),
+        (
+            {"answer": {"above": {"neg": 1.5}}},
+            "x.answer.above.neg (line 13): must be a number from 0 to 1, not 1.5",
+        ),
+        (
+            {"answer": {"above": [0.5]}},
+            "x.answer.above (line 13): must be a number from 0 to 1, not [0.5]",
+        ),
+        (
+            {"answer": {"above": {"tie": 0.5}}},
+            "x.answer.above.tie (line 13): is none of the labels, which are 'neg', 'pos'",
+        ),
+        ({"answer": {"above": {}}}, "x.answer.above (line 13): must not be empty"),
+        (
+            {"answer": {"above": 0.5, "at_least": 2}},
+            "x.answer.at_least (line 13): every row would have all its labels",
+        ),
+        (
+            {"answer": {"above": {"pos": 0.5}, "at_least": 1}},
+            "x.answer.at_least (line 13): every row would have all its labels",
+        ),
+        ({"answer": {"top": 1, "none": "-"}}, "x.answer.none (line 13): is for above, which is not given"),
         ("best", "x (line 13): must be one of the labels, not 'best'"),
     ):
         (problem,) = problems(yaml.safe_dump(submitted(column), sort_keys=False, default_flow_style=None))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pytest
-from sklearn.metrics import average_precision_score, cohen_kappa_score, ndcg_score
+from sklearn.metrics import accuracy_score, average_precision_score, cohen_kappa_score, f1_score, ndcg_score
 
-from ensemble.data.answers import Answer, compile_format, halfway
+from ensemble.common.protocol import Activation
+from ensemble.config.schema import AnswerConfig
+from ensemble.data.answers import Answer, compile_format, halfway, scored_together
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.table import InputTable
 from ensemble.merging.metrics import METRICS, answer_scores, find_metric
@@ -15,6 +19,7 @@ from tests.labelled import labelled
 
 VALUES = np.array([[0.2, 0.5, 0.3], [0.4, 0.2, 0.4], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
 TEXTS = ("a", "b", "c")
+MANY = Answer(texts=tuple("abcdefg"), above=(0.2,) * 7, at_least=2)
 
 
 def cells(answer: Answer, values: np.ndarray = VALUES) -> list[object]:
@@ -124,12 +129,81 @@ def test_scores_of_labels_that_do_not_exclude_each_other() -> None:
     assert score["mrr"] == pytest.approx(expected, abs=1e-12)
 
 
-def test_many_rows_are_sorted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answer", [Answer(texts=tuple("abcdefg"), top=4), MANY])
+def test_many_rows_are_sorted_in_parts(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:
     values = np.random.default_rng(5).dirichlet(np.ones(7), 50).round(1)
-    answer = Answer(texts=tuple("abcdefg"), top=4)
     whole = cells(answer, values)
     monkeypatch.setattr("ensemble.data.answers._BLOCK_CELLS", 21)
     assert cells(answer, values) == whole
+
+
+FLAGS = np.array([[0.5, 0.2, 0.9], [0.1 + 0.2, 0.0, 0.31], [0.0, 0.0, 0.0], [0.1, 0.45, 0.2]])
+
+
+def test_labels_from_their_thresholds_on() -> None:
+    assert cells(Answer(texts=TEXTS, above=(0.5, 0.5, 0.5)), FLAGS) == ["a c", "", "", ""]
+    # 0.1 + 0.2 is a little more than 0.3, and both count as equal; a probability of 0 is never above.
+    assert cells(Answer(texts=TEXTS, above=(0.3, 0.0, 1.0), none="-"), FLAGS) == ["a b", "a", "-", "b"]
+    assert cells(Answer(texts=TEXTS, above=(0.1 + 0.2, 1.0, np.inf)), np.array([[0.3, 1.0, 1.0]])) == ["a b"]
+    one = Answer(texts=("1", "1", "1"), above=(np.inf, np.inf, 0.31), none="0")
+    assert cells(one, FLAGS) == [1, 1, 0, 0]
+
+
+def test_a_threshold_of_0_is_one() -> None:
+    assert AnswerConfig(above=0).label_thresholds("x", TEXTS) == {"a": 0.0, "b": 0.0, "c": 0.0}
+    assert AnswerConfig(above=0).label_thresholds("b", TEXTS) == {"b": 0.0}
+
+
+def test_the_likeliest_labels_are_added_where_few_are_above() -> None:
+    answer = Answer(texts=TEXTS, above=(0.6, 0.1, 0.95), at_least=1)
+    assert cells(answer, FLAGS) == ["b", "c", "", "b"]
+    assert cells(replace(answer, at_least=2), FLAGS) == ["b c", "a c", "", "b c"]
+    assert cells(replace(answer, above=(np.inf, 0.1, 0.95)), FLAGS) == ["b", "c", "", "b"]
+
+
+def test_a_format_stands_around_what_is_written_without_a_label() -> None:
+    answer = Answer(texts=TEXTS, above=(0.5, 0.5, 0.5), none="no", template=compile_format("<{{ answer }}>"))
+    assert cells(answer, FLAGS) == ["<a> <c>", "<no>", "<no>", "<no>"]
+    assert cells(replace(answer, none=""), FLAGS) == ["<a> <c>", "", "", ""]
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
+def test_scores_of_decisions_are_those_of_scikit_learn(activation: Activation) -> None:
+    random = np.random.default_rng(8)
+    values = random.dirichlet(np.full(4, 0.5), 200).round(2)
+    if activation == "softmax":
+        truth: np.ndarray = random.integers(0, 3, 200)  # the last label is missing
+        true = truth[:, None] == np.arange(4)
+    else:
+        truth = (random.random((200, 4)) < 0.1 * np.arange(4)).astype(float)
+        true = truth > 0.5
+    answer = Answer(texts=tuple("abcd"), above=(0.3, np.inf, 0.2, 0.9))
+    chosen = [0, 2, 3]
+    above = (values >= [0.3, 9, 0.2, 0.9])[:, chosen]
+    score = answer_scores(answer, labelled(truth, activation), values)
+    assert score["accuracy"] == pytest.approx(accuracy_score(true[:, chosen], above), abs=1e-12)
+    for average in ("macro", "micro"):
+        expected = f1_score(true[:, chosen], above, average=average, zero_division=0)
+        assert score[f"{average}_f1"] == pytest.approx(expected, abs=1e-12)
+    one = answer_scores(replace(answer, above=(0.3, *[np.inf] * 3)), labelled(truth, activation), values)
+    assert one == {
+        "accuracy": pytest.approx(accuracy_score(true[:, 0], above[:, 0]), abs=1e-12),
+        "macro_f1": pytest.approx(f1_score(true[:, 0], above[:, 0], zero_division=0), abs=1e-12),
+    }
+
+
+def test_columns_of_one_label_each_are_scored_together() -> None:
+    first, second = (
+        Answer(texts=TEXTS, above=above) for above in ((0.2, np.inf, np.inf), (np.inf, np.inf, 0.4))
+    )
+    whole = Answer(texts=TEXTS, above=(0.5, 0.5, 0.5))
+    together = scored_together({"x": first, "all": whole, "y": second})
+    assert [*together] == ["all", "x, y"]
+    assert together["x, y"].above == (0.2, np.inf, 0.4)
+    assert scored_together({"x": first, "y": replace(first, above=(0.3, np.inf, np.inf))}).keys() == {
+        "x",
+        "y",
+    }
 
 
 def test_a_single_answer_has_no_kappa() -> None:

@@ -238,6 +238,8 @@ GOOD: Final[dict[str, Any]] = {
             "p": "neg",
             "q": {"answer": "label", "names": {"neg": "no"}, "format": "{{ answer }} {{ t }}"},
             "r": {"answer": {"expected": [1, 2], "thresholds": [1.5]}},
+            "s": {"answer": {"above": {"neg": 0.3, "2": 1}, "at_least": 1, "none": "-", "separator": ";"}},
+            "u": {"answer": {"above": 0.5}},
         },
     },
     "output_dir": "runs/first",
