@@ -134,13 +134,16 @@ def inner_sections(title: str, hint: Any, seen: dict[type[BaseModel], str]) -> I
     for model in inner_models(hint):
         if model in seen:
             continue
-        base = next((one for one in model.__mro__[1:] if one in seen), None)
+        bases = [one for one in model.__mro__[1:] if issubclass(one, BaseModel) and one.model_fields]
+        base = next((one for one in bases if any(issubclass(other, one) for other in seen)), None)
         larger = next((one for one in seen if issubclass(one, model)), None)
         if larger is not None:
             names = ", ".join(f"`{key}`" for key in model.model_fields)
             yield f"## {title}\n\n{in_short(model)} Its keys are {names} of {link(seen[larger])}.\n"
-        elif base is not None and issubclass(base, BaseModel):
-            more = f"It also has the keys of {link(seen[base])}."
+        elif base is not None:
+            where = base if base in seen else next(other for other in seen if issubclass(other, base))
+            names = "" if where is base else f" {', '.join(f'`{key}`' for key in base.model_fields)}"
+            more = f"It also has the keys{names} of {link(seen[where])}."
             yield section(
                 title, model, [key for key in model.model_fields if key not in base.model_fields], more
             )

@@ -247,13 +247,9 @@ def _overlay(report: FitReport, method: str, sources: str, columns: Mapping[str,
     ``sources`` names the fitted predictions, ``columns`` are the submission's, which get the fitted thresholds.
     """
     today = time.strftime("%Y-%m-%d", time.gmtime())
-    names = {
-        "none": "",
-        "temperature": ", temperature",
-        "vector": ", vector scaling",
-        "isotonic": ", isotonic",
-    }
-    how = f"{report.options.method}{names[report.options.calibration]}"
+    calibration = report.options.calibration
+    words = {"none": "", "vector": ", vector scaling"}.get(calibration, f", {calibration}")
+    how = f"{report.options.method}{words}"
     head = [
         f"By `ensemble fit` on {today}: {how}; {sources}, {plural(report.rows, 'labelled row')}.",
         *verdicts(report),
@@ -321,6 +317,7 @@ def check_output(output: Path, may_replace: bool, sources: Sequence[Path], *tabl
 def verdicts(report: FitReport) -> Iterator[str]:
     """Yield sentences that compare the fit with equal weights, with the best member, and without each member."""
     metric, equal = metric_words(report.options.score_name), report.over_equal
+    means = f" The figures are {report.mean_over}." if report.mean_over else ""
     if report.rejected is not None:
         worse = difference(report.rejected.over_equal)
         yield f"Equal weights are kept: {report.rejected.options.title} does worse on held-out rows, {worse}."
@@ -328,9 +325,7 @@ def verdicts(report: FitReport) -> Iterator[str]:
         yield from _comparison(report, report.chosen)
     yield (
         f"Held-out {metric} {_number(report.score, equal)}: {plural(report.rows, 'row')}, each predicted by a fit "
-        f"to the other folds ({report.options.folds} folds; in brackets 95 % intervals)."
-        + f" The figures are {report.mean_over}."
-        * bool(report.mean_over)
+        f"to the other folds ({report.options.folds} folds; in brackets 95 % intervals).{means}"
     )
     if report.rejected is None:
         is_open = equal.excludes_zero or report.candidates or math.isnan(equal.low)

@@ -330,7 +330,7 @@ class TrainConfig(StrictConfig):
     """Set how a member is trained: by a ``command``, or from a ``base_model`` by transformers' Trainer and peft."""
 
     # A program, run once for each fold; {train} is the file of the rows to train on, {fold} the number of the fold
-    # that is held out (-1: none), {out} the folder that gets the checkpoint or adapter.
+    # that is held out (-1: none), {out} the folder that gets the result.
     command: CommandWords | None = Field(
         default=None, examples=['[python, train.py, --train, "{train}", --fold, "{fold}", --out, "{out}"]']
     )
@@ -595,6 +595,9 @@ class ReaderConfig(MemberConfig):
     # Members listed before this one: it reads their predictions as columns, such as gemma2/positive.
     inputs: Names | None = Field(default=None, examples=[["gemma2", "llama3"]])
 
+    # Keys of a member, and of its views, that say what a worker loads; none: the same in all views.
+    loaded_keys: ClassVar[tuple[str, ...]] = ()
+
     @property
     def all_views(self) -> tuple[ViewConfig, ...]:
         return self.views or ()
@@ -603,6 +606,33 @@ class ReaderConfig(MemberConfig):
     def input_names(self) -> tuple[str, ...]:
         return self.inputs or ()
 
+    @property
+    def _loads(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in self.loaded_keys}
+
+    def _loaded_by(self, view: ViewConfig) -> str | None:
+        """Return the key by which a view names another model than the member's; None: it has that one."""
+        return next((key for key in self.loaded_keys if view.changes.get(key)), None)
+
+    @property
+    def models(self) -> dict[str, Self]:
+        views: dict[tuple[Any, ...], list[ViewConfig]] = {}
+        for view in self.counted_views:
+            views.setdefault(tuple(self.as_view(view)._loads.values()), []).append(view)
+        if set(views) <= {tuple(self._loads.values())}:
+            return {"": self}
+        own_key = next((key for key, value in self._loads.items() if value), "")
+        models: dict[str, Self] = {}
+        for first, *others in views.values():
+            key = self._loaded_by(first)
+            name = own_key if key is None else f"views[{self.all_views.index(first)}].{key}"
+            # Other models' views are never computed there, and nothing must be loaded for them.
+            loaded = {name: getattr(first, name) for name in self.loaded_keys}
+            stand_in = type(first).model_construct(name=first.name, weight=0.0, **loaded)
+            computed = tuple(view if view is first or view in others else stand_in for view in self.all_views)
+            models[name] = self.model_copy(update={**self.as_view(first)._loads, "views": computed})
+        return models
+
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
         yield from same_name_problems("views", [view.name for view in self.all_views])
@@ -610,6 +640,9 @@ class ReaderConfig(MemberConfig):
             if self.training is not None and re.fullmatch(_FOLD_VIEW, view.name):
                 sentence = "with train, names that end in fold-<number> are the folds' models; choose another"
                 yield ("views", number, "name"), sentence
+            key = self._loaded_by(view)
+            if self.training is not None and key is not None:
+                yield ("views", number, key), "with train the training makes the member's models; drop this"
         if self.views and not self.counted_views:
             yield ("views",), "all weights are 0; one view must have a weight above 0"
         is_time_taken = False

@@ -286,6 +286,7 @@ LabelPair = Annotated[tuple[Label, Label], MustBe("a list of two labels")]
 LabelMap = Annotated[dict[str, Label], MustBe("a mapping of names to labels", dict)]
 LabelTexts = Annotated[dict[str, Label], MustBe("a mapping of labels to texts", dict)]
 File = Annotated[Path, PlainValidator(_path), MustBe("the path of a file")]
+FileOrFolder = Annotated[Path, PlainValidator(_path), MustBe("the path of a file or folder")]
 CommandWords = Annotated[
     tuple[Text, ...],
     MustBe('a list of a program and its arguments, such as [python, script.py, "{out}"]', list),

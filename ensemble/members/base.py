@@ -366,6 +366,18 @@ class MemberKind(ABC, Generic[S, I]):
         """
         return ()
 
+    def problems_before_training(self) -> Iterator[str]:
+        """Yield problems of files that a member trained by a command has already, each beginning with its key."""
+        return iter(())
+
+    def learned_activation(self, labels: int) -> OutputActivation:
+        """Return what the values of a member with ``train`` are for that many labels."""
+        raise NotImplementedError
+
+    def arrange_training(self, folder: Path) -> str:
+        """Arrange what a training has left, and return a note for the user; raise CheckpointError to refuse it."""
+        raise NotImplementedError
+
     def trained_settings(self, folder: Path) -> Mapping[str, str]:
         """Return the keys with which the member loads what a training has left in ``folder``."""
         raise NotImplementedError

@@ -12,7 +12,6 @@ from ensemble.common.digests import FileDigests
 from ensemble.common.extensions import Registry
 from ensemble.config import MemberConfig
 from ensemble.members.base import Assigned, Inspection, MemberKind, OutputColumns, Reads, ResourceRequest
-from ensemble.members.huggingface.checkpoint.labels import activation_of
 
 
 class ToBeTrained(MemberKind[MemberConfig, Inspection]):
@@ -31,10 +30,9 @@ class ToBeTrained(MemberKind[MemberConfig, Inspection]):
         return self._kind.reads()
 
     def inspect(self, columns: OutputColumns) -> Inspection:
-        problem_type = getattr(self.settings, "problem_type", None)
         labels = len(columns.labels)
         return Inspection(
-            activation=activation_of(problem_type, labels),
+            activation=self._kind.learned_activation(labels),
             label_order=tuple(range(labels)),
             summary="not trained yet",
             warnings=(),

@@ -167,9 +167,9 @@ class Rows:
 
 
 def _decisions(values: Values, activation: Activation) -> Flags:
-    """Return which labels are predicted, [rows, labels]: the likeliest, or all above 0.5."""
+    """Return which labels are predicted, [..., labels]: the likeliest, or all above 0.5."""
     if activation == "softmax":
-        return np.asarray(values.argmax(axis=1)[:, None] == np.arange(values.shape[1]))
+        return np.asarray(values.argmax(axis=-1)[..., None] == np.arange(values.shape[-1]))
     return np.asarray(values > 0.5)
 
 
@@ -520,15 +520,14 @@ def _auc(sums: Values, count: Values, is_exclusive: bool) -> Values:
 def _rank_sums(rows: Rows) -> Values:
     """Return structural components of the ranks' covariance and of both variances, of one label, [rows, 3].
 
-    A rank is the share of rows below, equal ones by half, less one half. A row counts by its ranks, and by those of
-    rows above, which it raises: a resample has the correlation of its own ranks, but for terms of 1 / rows.
+    A rank is the share of rows below, equal ones by half, less one half. A row counts by its ranks, and by those above,
+    which it raises (minus those below: all sum to 0). So resamples are ranked anew, but for terms of 1 / rows.
     """
     sides = [np.unique(side, return_inverse=True)[1] for side in (rows.known.truth, rows.values)]
     ranks = [_below(side, np.ones(len(side))) - 0.5 for side in sides]
     columns = []
     for first, second in ((0, 1), (0, 0), (1, 1)):
         products = ranks[first] * ranks[second]
-        # All ranks sum to 0, so that those above are minus those below.
         raised = -_below(sides[first], ranks[second]) - _below(sides[second], ranks[first])
         columns.append(products - 2 * products.mean() + raised)
     return np.column_stack(columns)
@@ -695,21 +694,22 @@ def krippendorff_alpha(members: Sequence[Values], activation: Activation) -> flo
     """Return the agreement of members, float64 [rows, labels] each: 1 is perfect, 0 that of chance.
 
     Krippendorff's alpha (1970) of the likeliest label (nominal); else its mean over labels, of what is above 0.5,
-    or of the numbers (interval). A row of NaN is one that a member lacks. It is NaN if all answers are the same.
+    or of the numbers (interval). A row of NaN is one that a member lacks. NaN: all answers are the same.
     """
-    shape = members[0].shape
-    counts, sums, squares = np.zeros((shape[0], 1)), np.zeros(shape), np.zeros(shape)
     origin = np.nan_to_num(np.fmax.reduce(members[0]))  # large numbers would cancel
-    for values in members:
-        is_given = np.isfinite(values).all(axis=1, keepdims=True)
-        answers = values - origin if activation == "none" else _decisions(values, activation)
-        answers = np.where(is_given, answers, 0.0)
-        counts += is_given
-        sums += answers
-        squares += answers**2
-    counts, sums, squares = (cells[counts[:, 0] > 1] for cells in (counts, sums, squares))
-    observed = ((counts * squares - sums**2) / (counts - 1)).sum(axis=0)
-    expected = (counts.sum() * squares.sum(axis=0) - sums.sum(axis=0) ** 2) / max(counts.sum() - 1, 1)
+    observed, total, sums, squares = np.zeros((4, members[0].shape[1]))
+    for span in block_spans(*members[0].shape):
+        values = np.stack([member[slice(*span)] for member in members])
+        is_given = np.isfinite(values).all(axis=2, keepdims=True)
+        is_given &= is_given.sum(axis=0) > 1
+        given = values - origin if activation == "none" else _decisions(values, activation)
+        answers = np.where(is_given, given, 0.0)
+        counts, row_sums, row_squares = (cells.sum(axis=0) for cells in (is_given, answers, answers**2))
+        observed += ((counts * row_squares - row_sums**2) / np.maximum(counts - 1, 1)).sum(axis=0)
+        total += counts.sum()
+        sums += row_sums.sum(axis=0)
+        squares += row_squares.sum(axis=0)
+    expected = (total * squares - sums**2) / np.maximum(total - 1, 1)
     if activation == "softmax":
         observed, expected = observed.sum(keepdims=True), expected.sum(keepdims=True)
     has_several = expected > 0

@@ -184,10 +184,11 @@ class ResultWriter:
             results.merged_rows[member.name] = member.check.reached
             if member.scoring is None or member.check.reached != prepared.table.rows:
                 continue
-            activation, values = member.check.activation, member.values
+            values = member.values
             if prepared.metrics:
-                values = prepared.post.member(0, values.copy(order="K"), activation, member.calibrate)
-            if score := self._with_metrics(member.scoring.score(), values, activation != "none"):
+                values, activation = values.copy(order="K"), member.check.activation
+                prepared.post.member(0, values, activation, member.calibrate)
+            if score := self._with_metrics(member.scoring.score(), values):
                 results.scores[member.name] = score
         score = None
         if scoring is not None:
@@ -205,8 +206,8 @@ class ResultWriter:
             if len(members) == len(config.models):
                 results.fitted_on = self._fitted_on()
 
-    def _with_metrics(self, score: Score | None, values: _Values, has_all: bool) -> Score | None:
-        """Return the score with the config's metrics; values that are no probabilities have but some of them."""
+    def _with_metrics(self, score: Score | None, values: _Values, has_all: bool = True) -> Score | None:
+        """Return the score with the config's metrics; merged ranks and votes have but some of them."""
         known, metrics, remarks = self._prepared.labelled, dict[str, float](), list[str]()
         for metric in self._prepared.metrics:
             if known is None or not (has_all or metric.kind in ("ranks", "own")):

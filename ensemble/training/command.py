@@ -38,6 +38,7 @@ from ensemble.data.trained_rows import fold_count, write_trained_rows
 from ensemble.jobs.job import jobs_of
 from ensemble.members.huggingface.training_from_base import TrainingFromBase, training_from_base
 from ensemble.members.questions import ask
+from ensemble.members.registry import member_kind
 from ensemble.pipeline.ending import raise_unless_complete
 from ensemble.pipeline.load import derived_run
 from ensemble.pipeline.prepare import prepare
@@ -258,6 +259,7 @@ def check_trainings(loaded: LoadedConfig) -> None:
         elif model.training is not None:
             texts = command_problems(model.training.command or (), PLACEHOLDERS)
             problems += (f"{key}.command: {text}" for text in texts)
+            problems += (f"models[{index}].{text}" for text in member_kind(model).problems_before_training())
     ask([question for training in from_base.values() for question in training.questions()])
     for key, training in from_base.items():
         problems += training.problems(key)

@@ -32,7 +32,7 @@ from ensemble.data.table import InputTable
 from ensemble.data.trained_rows import IN_ALL_FOLDS, TrainedRows
 from ensemble.jobs.job import compile_models
 from ensemble.members.base import OutputColumns
-from ensemble.members.huggingface.checkpoint.labels import activation_of
+from ensemble.members.registry import member_kind
 from ensemble.pipeline.checks import Problems
 from ensemble.pipeline.member_views import member_columns, member_files, member_views
 from ensemble.pipeline.training_dir import OF_TABLES
@@ -294,14 +294,15 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
 
 
 def _activation(config: RunConfig) -> Activation:
-    """Return what the members learn, by their ``problem_type``; raise ConfigError if they differ."""
+    """Return what the members learn; raise ConfigError if they differ."""
     activations = {
-        activation_of(getattr(model, "problem_type", None), len(config.labels))
-        for model in config.trained_members
+        member_kind(model).learned_activation(len(config.labels)) for model in config.trained_members
     }
     if len(activations) > 1:
         names = listed([model.name for model in config.trained_members])
-        raise ConfigError(f"models: {names} are trained together; give them the same problem_type")
+        raise ConfigError(
+            f"models: {names} are trained together; give them the same problem_type or activation"
+        )
     return activations.pop()
 
 

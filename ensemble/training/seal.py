@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ensemble.common.digests import folder_digests, has_files
-from ensemble.common.errors import CheckpointError
-from ensemble.common.files import remove_folder
 from ensemble.common.text import duration, listed, plural, shown_path
 from ensemble.config import MemberConfig, RunConfig
 from ensemble.members.base import OutputColumns
-from ensemble.members.huggingface.spec import HEAD_FILE
 from ensemble.members.huggingface.training_from_base import TrainingFromBase
 from ensemble.members.questions import ask
 from ensemble.members.registry import member_kind
@@ -25,8 +19,6 @@ from ensemble.training.records import Seal, read_record, write_record
 
 # Trainings that took longer together are made again only where a user asks for it.
 _ASKED_SECONDS = 3600.0
-_OF_STEP = re.compile(r"checkpoint-\d+")  # Trainer's own names
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,59 +46,6 @@ class Training:
     is_taken: bool = False
     why: str = ""
     seconds: float = 0.0
-
-
-def lift_checkpoint(folder: Path) -> str:
-    """Move the checkpoint, adapter or head that a command has left to the top of its folder, if it lies below.
-
-    Of what Trainer saves on the way (``checkpoint-500``) nothing counts beside a final model.
-
-    Returns:
-        what the user should know of it; empty: nothing.
-
-    Raises:
-        CheckpointError: there is none, or several.
-    """
-    for aside in sorted(folder.glob(".*.moving")):  # a kill came while it was moved
-        _move_up(aside, folder)
-    # A command may have removed it, or put a link in its place.
-    left = [path for path in sorted(Path(path) for path, _, _ in os.walk(folder)) if _is_checkpoint(path)]
-    on_the_way = [path for path in left if any(map(_OF_STEP.fullmatch, path.relative_to(folder).parts))]
-    left = [path for path in left if path not in on_the_way] or on_the_way
-    if not left:
-        raise CheckpointError(
-            f"its command ended well, but left neither a checkpoint nor an adapter in {shown_path(folder)}; save "
-            "it there (save_pretrained, or Trainer.save_model)"
-        )
-    if len(left) > 1:
-        names = [str(path.relative_to(folder)) for path in left]
-        raise CheckpointError(
-            f"its command left {len(left)} checkpoints in {shown_path(folder)} ({listed(names, 5, str)}), and it "
-            "is unknown which is meant; keep one (save_strategy: no, and a save at the end)"
-        )
-    note = ""
-    if left == on_the_way:
-        step = left[0].relative_to(folder)
-        note = f"its command left no final model, and what it saved on the way is taken ({step})"
-    if left == [folder]:
-        return note
-    aside = left[0].rename(folder / f".{left[0].name}.moving")  # a file in it may have the folder's name
-    _move_up(aside, folder)
-    return note
-
-
-def _move_up(aside: Path, folder: Path) -> None:
-    for path in sorted(aside.iterdir()):
-        target = folder / path.name
-        remove_folder(target)
-        path.rename(target)
-    aside.rmdir()
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    has_weights = any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
-    is_whole = (folder / "config.json").is_file() and has_weights
-    return is_whole or any((folder / name).is_file() for name in ("adapter_config.json", HEAD_FILE))
 
 
 def as_it_stands(files: TrainingDir, training: Training) -> Training:
@@ -167,19 +106,19 @@ def seal_training(files: TrainingDir, config: RunConfig, model: MemberConfig, pa
         what the user should know of it; empty: nothing.
 
     Raises:
-        CheckpointError: it is not exactly one checkpoint or adapter that ``validate`` takes.
+        CheckpointError: it is not what the kind of member takes.
         ConfigError: it does not go with another key of the member.
         WriteError: the seal cannot be written.
         OSError: a file cannot be moved.
     """
     unfinished, begun = files.unfinished(model.name, part), files.begun(model.name, part)
     write_record(begun, seal)
-    note = lift_checkpoint(unfinished) or seal.note
+    kind = member_kind(model)
+    note = kind.arrange_training(unfinished) or seal.note
     if note != seal.note:  # for the next try, should this one be refused
         seal = replace(seal, note=note)
         write_record(begun, seal)
-    changes = member_kind(model).trained_settings(unfinished)
-    kind = member_kind(trained_member(model, changes, config.labels))
+    kind = member_kind(trained_member(model, kind.trained_settings(unfinished), config.labels))
     question = kind.question()
     if question is not None:
         ask([question])

@@ -189,9 +189,10 @@ def test_a_slow_function_has_no_interval_and_no_verdict(rules: Rules) -> None:
 def test_a_function_that_gives_no_number_is_refused_by_its_name(
     rules: Rules, function: str, problem: str
 ) -> None:
+    first, second, _ = rules.files
     for command in (
         lambda: ensemble.fit(rules.files, labels=rules.labels, metric=rules.own(function), quiet=True),
-        lambda: ensemble.compare(*rules.files[:2], [rules.own(function)], labels=rules.labels, quiet=True),
+        lambda: ensemble.compare(first, second, [rules.own(function)], labels=rules.labels, quiet=True),
     ):
         with pytest.raises(EnsembleError) as caught:
             command()
@@ -232,6 +233,7 @@ def test_a_metric_that_is_not_there_is_refused(rules: Rules, metric: str, proble
     ],
 )
 def test_a_column_without_groups_is_refused(rules: Rules, column: str, problem: str) -> None:
+    first, second, _ = rules.files
     gaps = ["x", "y", "x", "", *["y"] * (ROWS - 4)]
     rules.table.assign(same="x", gaps=gaps).to_csv(rules.labels, index=False)
     config = rules.run(report=False)
@@ -239,7 +241,7 @@ def test_a_column_without_groups_is_refused(rules: Rules, column: str, problem: 
     commands: list[Any] = [
         lambda: ensemble.fit(rules.files, labels=rules.labels, metric="auc", group=column, quiet=True),
         lambda: ensemble.fit(config, metric="auc", group=column, quiet=True),
-        lambda: ensemble.compare(*rules.files[:2], labels=rules.labels, group=column, quiet=True),
+        lambda: ensemble.compare(first, second, labels=rules.labels, group=column, quiet=True),
         lambda: ensemble.compare(config["output_dir"], rules.files[0], group=column, quiet=True),
     ]
     if column != "same":  # which a trial on few rows may have
@@ -251,7 +253,7 @@ def test_a_column_without_groups_is_refused(rules: Rules, column: str, problem: 
         (sentence,) = caught.value.problems
         assert problem.format(path=rules.labels) in sentence
     with pytest.raises(EnsembleError, match="metrics need the truth; name its table"):
-        ensemble.compare(*rules.files[:2], group="rule", quiet=True)
+        ensemble.compare(first, second, group="rule", quiet=True)
 
 
 def test_a_run_shows_its_metrics_and_outlives_those_that_fail(rules: Rules) -> None:
@@ -288,3 +290,22 @@ def test_a_table_without_labels_needs_no_groups(rules: Rules) -> None:
     data = {"path": rules.labels, "id_column": "row"}
     rules.run(data=data, metrics=[{"name": "auc", "group": "rule"}], report=False)
     assert ensemble.open_run(rules.folder / "run").report.scores == {}
+
+
+def test_numbers_have_their_metrics_by_group(rules: Rules) -> None:
+    truth = rules.truth + np.random.default_rng(3).normal(size=ROWS)
+    table = rules.table.assign(grade=truth)
+    table.to_csv(rules.labels, index=False)
+    for file, yes in zip(rules.files, rules.values.values(), strict=True):
+        pd.DataFrame({"row": table["row"], "grade": yes}).to_csv(file, index=False)
+    models = [
+        {"name": file.stem, "task_type": "csv", "path": file, "activation": "none"} for file in rules.files
+    ]
+    data = {"path": rules.labels, "id_column": "row", "label_columns": ["grade"]}
+    metrics = [{"name": "rmse", "group": "rule"}]
+    rules.run(data=data, labels=["grade"], models=models, metrics=metrics, report=False)
+    scores = ensemble.open_run(rules.folder / "run").report.scores
+    for name, yes in rules.values.items():
+        squares = pd.Series((yes - truth) ** 2).groupby(rules.rule).mean()
+        expected = float(np.sqrt(squares).mean())
+        assert scores[name].metrics["rmse by rule"] == pytest.approx(expected, abs=1e-12)

@@ -122,8 +122,10 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     )
     (tmp_path / "mine.py").write_text("import random\n" + GOOD)
     (tmp_path / "random.py").write_text("")
-    message = refused(**member(tmp_path, setup="prepare", depends_on=[tmp_path / "model.joblib"]))
-    assert f"depends_on: {tmp_path}/model.joblib: no such file or folder" in message
+    missing = {"depends_on": [tmp_path / "words.txt"], "model": tmp_path / "model.joblib"}
+    message = refused(**member(tmp_path, setup="prepare", **missing))
+    assert f"depends_on: {tmp_path}/words.txt: no such file or folder" in message
+    assert f"model: {tmp_path}/model.joblib: no such file or folder" in message
     assert "mine.py defines no prepare" in message
     assert "random, beside " in message, "the standard library's would be imported"
 
@@ -463,7 +465,7 @@ def in_this_process(
     common = CommonSpec(labels=tuple(LABELS), activation="none", gpus=0, seed=0, **places)
     settings: dict[str, Any] = {
         **{"module": "mine", "file": str(file), "function": "predict", "batch_size": batch_size},
-        **{"setup": setup, "kwargs": {}, "columns": ["text"], "id_column": "id"},
+        **{"setup": setup, "model": None, "kwargs": {}, "columns": ["text"], "id_column": "id"},
     }
     start = Start(WorkerSpec(common, "ensemble.members.python.child", settings))
     events: list[Event] = []

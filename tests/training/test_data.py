@@ -182,7 +182,7 @@ def test_labels_that_problem_type_decides(folder: Path) -> None:
     (text,) = problems(folder, several, **columns)
     assert "without a number from 0 to 1 for each label" in text
     (text,) = problems(folder, several, {**REGRESSION, "name": "n"}, **columns)
-    assert text == "models: 'm', 'n' are trained together; give them the same problem_type"
+    assert text == "models: 'm', 'n' are trained together; give them the same problem_type or activation"
 
 
 def test_the_built_in_way_gets_the_table_and_the_rows_of_a_part(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""configs/train_demo.yaml and configs/train_command.yaml, from the labelled table to the submission."""
+"""configs/train_demo.yaml, train_command.yaml and second_stage.yaml, from the labelled table to the submission."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from sklearn.ensemble import HistGradientBoostingClassifier
+from sklearn.metrics import log_loss
 
 from tests.project import ROOT, Project
 from tests.training.by_hand import is_worse, log_losses, out_of_fold
@@ -88,6 +91,44 @@ def test_a_script_of_ones_own(project: Project) -> None:
     done = project.ensemble("run", str(config), "--set=report=false")
     assert done.returncode == 0, done.stderr
     check_submission(folder / "submission.csv")
+
+
+def test_a_second_stage_is_plain_stacking(project: Project) -> None:
+    """Scikit-learn's own class on the same folds and the same out-of-fold values, to the last bits."""
+    config = str(ROOT / "configs" / "second_stage.yaml")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = project.ensemble("train", config, environment={"PATH": path})
+    assert done.returncode == 0, done.stderr
+    folder, table = project.folder / "runs" / "second_stage", read(TABLE)
+    gemma, llama, boosted = (read(folder / "oof" / f"{name}.csv") for name in ("gemma2", "llama", "boosted"))
+    inputs = [gemma.add_prefix("gemma2/"), llama.add_prefix("llama/")]
+    features = pd.concat(inputs, axis=1).assign(length=table["gloss"].str.len())
+    folds = read(folder / "training" / "folds.csv").loc[table.index, "fold"]
+    expected, models = pd.DataFrame(index=table.index, columns=list(boosted), dtype=float), []
+    for fold in range(3):
+        held = folds == fold
+        model = HistGradientBoostingClassifier(
+            max_iter=60, learning_rate=0.05, max_depth=2, l2_regularization=1.0, random_state=0
+        ).fit(features[~held], table.loc[~held, "label"])
+        values = pd.DataFrame(model.predict_proba(features[held]), features.index[held], model.classes_)
+        expected.loc[held] = values[list(boosted)]
+        models.append(model)
+    np.testing.assert_allclose(boosted, expected, rtol=0, atol=1e-12)
+    scores = project.run_json("runs/second_stage/training/oof")["scores"]
+    loss = log_loss(table["label"], expected[sorted(expected)], labels=sorted(expected))
+    assert scores["boosted"]["log_loss"] == pytest.approx(loss, abs=1e-12)
+    mean = log_loss(table["label"], ((gemma + llama) / 2)[sorted(expected)], labels=sorted(expected))
+    assert scores["ensemble"]["log_loss"] < mean, "it adds to the mean of its inputs"
+
+    done = project.ensemble("run", config, "--set=report=false")
+    assert done.returncode == 0, done.stderr
+    check_submission(folder / "submission.csv")
+    gloss = read(ROOT / "demo/small/test.csv")["gloss"]
+    inputs = [read(folder / f"predictions/{name}.csv").add_prefix(f"{name}/") for name in ("gemma2", "llama")]
+    new = pd.concat(inputs, axis=1).assign(length=gloss.str.len())
+    of_folds = [pd.DataFrame(model.predict_proba(new), new.index, model.classes_) for model in models]
+    actual = read(folder / "predictions/boosted.csv")
+    np.testing.assert_allclose(actual, (sum(of_folds) / 3)[list(actual)], rtol=0, atol=1e-12)
 
 
 def test_a_script_on_two_processes(project: Project) -> None:

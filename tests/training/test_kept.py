@@ -17,14 +17,13 @@ from ensemble.api import _load
 from ensemble.cli.progress import QuietDisplay
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import folder_digests
-from ensemble.common.errors import CheckpointError, ConfigError, OutputInUse
+from ensemble.common.errors import ConfigError, OutputInUse
 from ensemble.data.trained_rows import fold_count
 from ensemble.pipeline.load import load
 from ensemble.pipeline.training_dir import Part
 from ensemble.training.command import Asked, preview_trainings
 from ensemble.training.command import trained as trained_by
 from ensemble.training.records import TrainingReport
-from ensemble.training.seal import lift_checkpoint
 from tests.project import Project
 from tests.sampling import one_in
 from tests.training.test_jobs import Trained
@@ -353,14 +352,6 @@ def test_a_refused_result_is_not_removed_for_another_setting_without_a_word(trai
     assert trained.files.unfinished("a", Part(1)).is_dir()
 
 
-def test_a_kill_while_a_result_is_moved_up_refuses_it_not(tmp_path: Path) -> None:
-    make(tmp_path / "final", "the weights")
-    aside = (tmp_path / "final").rename(tmp_path / ".final.moving")
-    (aside / "config.json").rename(tmp_path / "config.json")
-    assert lift_checkpoint(tmp_path) == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-
-
 @pytest.mark.long
 def test_what_another_training_left_is_never_taken_for_a_refused_one(trained: Trained) -> None:
     trained.mode(1, "two")
@@ -370,36 +361,3 @@ def test_what_another_training_left_is_never_taken_for_a_refused_one(trained: Tr
     shutil.copytree(trained.scripts / "trained", trained.files.unfinished("a", Part(1)), dirs_exist_ok=True)
     do(fold=1)
     assert len(trained.calls()) == 3, "nothing is left of the first"
-
-
-def make(folder: Path, content: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(content, encoding="utf-8")
-    (folder / "model.safetensors").write_text(content, encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("places", "taken"),
-    [
-        ([".", "checkpoint-5", "checkpoint-10"], "."),
-        (["final", "checkpoint-5"], "final"),
-        (["runs/final"], "runs/final"),
-        (["runs/final", "runs/checkpoint-5"], "runs/final"),
-        (["checkpoint-5"], "checkpoint-5"),
-        (["runs/checkpoint-5"], "runs/checkpoint-5"),
-        (["checkpoint-5", "checkpoint-10"], None),
-        (["first", "runs/second"], None),
-    ],
-)
-def test_layouts_of_trainer(tmp_path: Path, places: list[str], taken: str | None) -> None:
-    out = tmp_path / "out"
-    for place in places:
-        make(out / place, place)
-    if taken is None:
-        with pytest.raises(CheckpointError, match="unknown which"):
-            lift_checkpoint(out)
-        return
-    note = lift_checkpoint(out)
-    assert (out / "config.json").read_text(encoding="utf-8") == taken
-    assert (out / "model.safetensors").read_text(encoding="utf-8") == taken
-    assert (taken in note) if "checkpoint" in taken else not note

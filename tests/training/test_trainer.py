@@ -627,7 +627,7 @@ def test_at_least_96_percent_of_tokens_are_real(bert: Path, tmp_path: Path) -> N
     ("keys", "problem"),
     [
         ({"choices": "options"}, "a member with choices is trained by a command only"),
-        ({"views": [{"name": "v", "model_name_or_path": "models/v"}]}, "makes the member's checkpoints"),
+        ({"views": [{"name": "v", "model_name_or_path": "models/v"}]}, "makes the member's models"),
     ],
 )
 def test_members_that_are_not_trained_from_a_base(keys: dict[str, Any], problem: str) -> None:

@@ -116,12 +116,8 @@ def _score_cells(data: ReportData, gaps: Mapping[str, Interval]) -> list[list[ob
         for metric in data.metrics if predictions.truth is not None else ():
             score = None
             # Ranks have these metrics, too.
-            if (
-                not is_ensemble
-                or data.method.gives_probabilities
-                or metric.kind in ("ranks", "own")
-                or metric.name == "accuracy"
-            ):
+            is_of_ranks = metric.kind in ("ranks", "own") or metric.name == "accuracy"
+            if not is_ensemble or data.method.gives_probabilities or is_of_ranks:
                 score = data.score(metric, values)
             cells.append(NOTHING if score is None else with_interval(metric.name, score))
             if score is not None and metric is data.metrics[0] and not is_ensemble:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import CheckpointError
-from ensemble.common.files import HubFile, read_json
+from ensemble.common.files import HubFile, read_json, remove_folder
 from ensemble.common.host import is_wsl
 from ensemble.common.packages import installed_versions
+from ensemble.common.text import listed, shown_path
 from ensemble.members.base import Assigned, Candidate, MemberKind, RanWith, Reads, ResourceRequest
 from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, MemoryEstimate
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
@@ -24,6 +26,7 @@ from ensemble.members.huggingface.checkpoint.inspect import (
     checkpoint_question,
     tokenizer_folder,
 )
+from ensemble.members.huggingface.checkpoint.labels import activation_of
 from ensemble.members.huggingface.checkpoint.quantization_methods import (
     package_of,
     quantization_problems,
@@ -32,6 +35,7 @@ from ensemble.members.huggingface.checkpoint.quantization_methods import (
 from ensemble.members.huggingface.settings import TO_BE_TRAINED, HuggingFaceSettings, TextSettings
 from ensemble.members.huggingface.spec import (
     CAPPED_BLOCKS,
+    HEAD_FILE,
     AdapterSource,
     CheckpointSettings,
     ModelSettings,
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from ensemble.common.protocol import Activation as OutputActivation
     from ensemble.members.questions import Question
 
 # Keys of a member that model_kwargs may not repeat.
@@ -64,6 +69,8 @@ _NO_LOADING_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 # Both are set to the same value.  From 2.8 on torch has the second and warns if only the first is set, but 2.9's
 # CUDA allocator ignores the second (pytorch issue 183387).
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_OF_STEP = re.compile(r"checkpoint-\d+")  # Trainer's own names
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 S = TypeVar("S", bound=HuggingFaceSettings)
 T = TypeVar("T", bound=TextSettings)
 C = TypeVar("C", bound=Checkpoint)
@@ -266,6 +273,12 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         capability = assigned.capability if assigned.gpus else None
         return choose_compute_dtype(inspected.quantization, capability, assigned.dtype)
 
+    def learned_activation(self, labels: int) -> OutputActivation:
+        return activation_of(getattr(self.settings, "problem_type", None), labels)
+
+    def arrange_training(self, folder: Path) -> str:
+        return lift_checkpoint(folder)
+
     def trained_settings(self, folder: Path) -> Mapping[str, str]:
         """Return the keys of a checkpoint, or of an adapter and the base that the member or the adapter names."""
         adapter_config = folder / "adapter_config.json"
@@ -421,6 +434,59 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
             tokenizer_digest(own, {}, files)
         # An adapter on the hub may have a tokenizer, which only the worker fetches; its commit is in the weights.
         return {**super().content(inspected, files), "tokenizer": digest_of([commit, tokenizer])}
+
+
+def lift_checkpoint(folder: Path) -> str:
+    """Move the checkpoint, adapter or head that a command has left to the top of its folder, if it lies below.
+
+    Of what Trainer saves on the way (``checkpoint-500``) nothing counts beside a final model.
+
+    Returns:
+        what the user should know of it; empty: nothing.
+
+    Raises:
+        CheckpointError: there is none, or several.
+    """
+    for aside in sorted(folder.glob(".*.moving")):  # a kill came while it was moved
+        _move_up(aside, folder)
+    # A command may have removed it, or put a link in its place.
+    left = [path for path in sorted(Path(path) for path, _, _ in os.walk(folder)) if _is_checkpoint(path)]
+    on_the_way = [path for path in left if any(map(_OF_STEP.fullmatch, path.relative_to(folder).parts))]
+    left = [path for path in left if path not in on_the_way] or on_the_way
+    if not left:
+        raise CheckpointError(
+            f"its command ended well, but left neither a checkpoint nor an adapter in {shown_path(folder)}; save "
+            "it there (save_pretrained, or Trainer.save_model)"
+        )
+    if len(left) > 1:
+        names = [str(path.relative_to(folder)) for path in left]
+        raise CheckpointError(
+            f"its command left {len(left)} checkpoints in {shown_path(folder)} ({listed(names, 5, str)}), and it "
+            "is unknown which is meant; keep one (save_strategy: no, and a save at the end)"
+        )
+    note = ""
+    if left == on_the_way:
+        step = left[0].relative_to(folder)
+        note = f"its command left no final model, and what it saved on the way is taken ({step})"
+    if left == [folder]:
+        return note
+    aside = left[0].rename(folder / f".{left[0].name}.moving")  # a file in it may have the folder's name
+    _move_up(aside, folder)
+    return note
+
+
+def _move_up(aside: Path, folder: Path) -> None:
+    for path in sorted(aside.iterdir()):
+        target = folder / path.name
+        remove_folder(target)
+        path.rename(target)
+    aside.rmdir()
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    has_weights = any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
+    is_whole = (folder / "config.json").is_file() and has_weights
+    return is_whole or any((folder / name).is_file() for name in ("adapter_config.json", HEAD_FILE))
 
 
 def _with_slash(names: Sequence[str]) -> tuple[str, ...]:

@@ -114,6 +114,9 @@ class HuggingFaceSettings(MemberConfig):
     }
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("model_name_or_path", "checkpoints"),)
 
+    # Without adapters, which take turns in a worker.
+    loaded_keys: ClassVar[tuple[str, ...]] = ("checkpoints", "model_name_or_path", "revision")
+
     # What train.method may be for this kind; none: it is trained by a command only.
     training_methods: ClassVar[tuple[str, ...]] = ()
 
@@ -152,11 +155,6 @@ class HuggingFaceSettings(MemberConfig):
     def switches_adapters(self) -> bool:
         """Return whether views of a model have other adapters than others of this model."""
         return any(len(set(model.view_adapters)) > 1 for model in self.models.values())
-
-    @property
-    def loads(self) -> dict[str, Any]:
-        """Return the keys that say what a worker loads, with their values; adapters take turns in a worker."""
-        return {key: getattr(self, key) for key in ("checkpoints", "model_name_or_path", "revision")}
 
     @property
     def averaged(self) -> tuple[str, ...]:
@@ -431,23 +429,6 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
         return {"": self, **others}
 
     @property
-    def models(self) -> dict[str, Self]:
-        views: dict[tuple[Any, ...], list[ViewConfig]] = {}
-        for view in self.counted_views:
-            views.setdefault(tuple(self.as_view(view).loads.values()), []).append(view)
-        if set(views) <= {tuple(self.loads.values())}:
-            return {"": self}
-        models: dict[str, Self] = {}
-        for first, *others in views.values():
-            key = next((key for key in self.loads if first.changes.get(key)), None)
-            name = "model_name_or_path" if key is None else f"views[{self.all_views.index(first)}].{key}"
-            # Other models' views are never computed there, and nothing must be loaded for them.
-            stand_in = first.model_copy(update={"prompt_template": None, "swap": None, "weight": 0.0})
-            computed = tuple(view if view is first or view in others else stand_in for view in self.all_views)
-            models[name] = self.model_copy(update={**self.as_view(first).loads, "views": computed})
-        return models
-
-    @property
     def adapter(self) -> AdapterSource | None:
         if self.adapters is None:
             return super().adapter
@@ -498,10 +479,6 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
         for number, view in enumerate(self.all_views):
             if "model_name_or_path" not in view.changes:
                 continue
-            if self.train is not None:
-                sentence = "with train the training makes the member's checkpoints; drop this"
-                key = "checkpoints" if view.changes["checkpoints"] else "model_name_or_path"
-                yield ("views", number, key), sentence
             for loc, sentence in self.as_view(view)._broken_trust():
                 if loc == ("revision",):
                     yield ("views", number, *loc), sentence

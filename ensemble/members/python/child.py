@@ -44,6 +44,7 @@ class Context:
     Attributes:
         device: "cuda:0", or "cpu"; CUDA shows a process only its own devices, numbered from 0.
         gpus: the number of devices; 0: the CPU.
+        model: the file or folder of the key ``model``, or what the member's training has left; None: there is none.
         cache_dir: a folder that the processes of a member share, until its predictions are complete.
         seed: the config's; ``random`` and ``numpy.random`` are seeded with it before ``setup``.
         cpu_threads: the threads that a process should use, since several may share the CPU.
@@ -59,6 +60,7 @@ class Context:
     cache_dir: Path
     seed: int
     cpu_threads: int
+    model: Path | None = None
     state: Any = None
     report: Callable[[int], None] = field(default=lambda rows: None)
 
@@ -85,6 +87,7 @@ class FunctionPredictor(Predictor):
             cache_dir=Path(common.shards_dir) / common.jobs[0].folder / CACHE_FOLDER,
             seed=common.seed,
             cpu_threads=usable_cpus(),
+            model=None if settings["model"] is None else Path(settings["model"]),
         )
         sys.dont_write_bytecode = True  # a run writes nothing beside the user's files
         with _with_place():

@@ -15,22 +15,26 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import decode_source
 from modulefinder import Module, ModuleFinder
 from pathlib import Path
-from typing import IO, Any, ClassVar, Literal
+from typing import IO, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.errors import CheckpointError
-from ensemble.common.files import unreadable
+from ensemble.common.files import files_below, unreadable
+from ensemble.common.protocol import Activation
 from ensemble.common.text import did_you_mean, shown_path
 from ensemble.common.user_code import names_file
-from ensemble.config import MemberConfig, ReaderConfig
+from ensemble.config import MemberConfig, ReaderConfig, ViewConfig
 from ensemble.config.document import Problem
+from ensemble.config.schema import TrainConfig
 from ensemble.config.values import (
     Count,
     Devices,
+    FileOrFolder,
     Files,
     MemorySize,
+    MustBe,
     Settings,
     TableColumns,
     Text,
@@ -45,6 +49,20 @@ _PREDICT_FORM = (
 )
 
 
+class PythonView(ViewConfig):
+    """A view of each row for a function: also with another model."""
+
+    # Instead of the member's own model, in a process of its own.
+    model: FileOrFolder | None = Field(default=None, examples=["models/fold0"])
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        return {} if self.model is None else {"model": self.model}
+
+
+PythonViews = Annotated[tuple[PythonView, ...], MustBe("a list of views", list)]
+
+
 class PythonSettings(ReaderConfig):
     """A function of your own, called in a process of its own with a pandas frame of some rows."""
 
@@ -52,6 +70,9 @@ class PythonSettings(ReaderConfig):
     # package.module:function of what is installed, or a file's, such as ${CONFIG_DIR}/my_model.py:predict
     predict: Text = Field(examples=["${CONFIG_DIR}/my_model.py:predict"])
     setup: Text | None = None  # a function of the same module, called once, before the first rows
+    # A file or folder that the function finds in context.model; train makes it.
+    model: FileOrFolder | None = Field(default=None, examples=["models/trees"])
+    train: TrainConfig | None = None  # how a command trains the member, whose {out} is then the model
     columns: TableColumns = Field(examples=[["text"]])  # columns of the table that the function gets
     kwargs: Settings = Field(default_factory=dict)  # values that the function finds in context.kwargs
     depends_on: Files = ()  # files and folders that it reads; if one changes, its predictions are computed again
@@ -61,7 +82,10 @@ class PythonSettings(ReaderConfig):
     # Memory of each of its GPUs, such as 8GiB; None: it has its GPUs to itself.
     gpu_memory: MemorySize | None = None
     replicas: Count | Literal["auto"] = "auto"  # processes that share the rows
+    # Ways in which it reads each row, each with its own name; left out: every row once, as it is.
+    views: PythonViews | None = Field(default=None, examples=["[{name: a, model: a.txt}]"])
 
+    loaded_keys: ClassVar[tuple[str, ...]] = ("model",)
     older_keys: ClassVar[Mapping[str, str]] = {
         "predict": "function callable entrypoint predict_fn",
         "columns": "column text_column input_columns features",
@@ -72,6 +96,10 @@ class PythonSettings(ReaderConfig):
         "gpu_memory": "max_memory gpu_memory_gb memory vram",
         "batch_size": "bs chunk_size",
     }
+
+    @property
+    def training(self) -> TrainConfig | None:
+        return self.train
 
     @property
     def module_and_function(self) -> tuple[str, str]:
@@ -94,6 +122,14 @@ class PythonSettings(ReaderConfig):
             yield ("setup",), "must be the name of a function in the module of predict"
         if self.gpu_memory is not None and self.num_gpus == 0:
             yield ("gpu_memory",), "without num_gpus it runs on the CPU; set num_gpus: 1, or leave this out"
+        if self.train is None:
+            return
+        if self.train.command is None:
+            yield ("train",), "a python member is trained by train.command; give it, and drop base_model"
+        if self.train.predict_with == "average":
+            yield ("train", "predict_with"), "average is of adapters or checkpoints; choose folds or refit"
+        if self.model is not None:
+            yield ("model",), "with train the training makes the member's models; drop this"
 
 
 @dataclass(frozen=True)
@@ -253,12 +289,13 @@ class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
             code = find_source(self.settings.module_and_function[0], self.settings.is_file).files
         except CheckpointError:  # which inspect reports
             code = ()
-        return tuple(str(path) for path in (*code, *self.settings.depends_on))
+        return tuple(map(str, filter(None, (*code, self.settings.model, *self.settings.depends_on))))
 
     def inspect(self, columns: OutputColumns) -> PythonInspection:
         model = self.settings
+        named = [("model", model.model), *(("depends_on", path) for path in model.depends_on)]
         problems = [
-            f"depends_on: {path}: no such file or folder" for path in model.depends_on if not path.exists()
+            f"{key}: {path}: no such file or folder" for key, path in named if path and not path.exists()
         ]
         module, function = model.module_and_function
         functions = {"predict": function} | ({} if model.setup is None else {"setup": model.setup})
@@ -294,12 +331,32 @@ class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
         }
 
     def content(self, inspected: PythonInspection, files: FileDigests) -> Mapping[str, str]:
-        """Return the digests of the code and, if ``depends_on`` names any, of further files."""
+        """Return the digests of the code, of the model, and of the files that ``depends_on`` names."""
         source = inspected.source
         digests = {"code": files.together(source.root, dict.fromkeys(source.files))}
         if self.settings.depends_on:
             digests["files"] = digest_of([any_digest(path, files) for path in self.settings.depends_on])
+        if self.settings.model is not None:
+            digests["model"] = any_digest(self.settings.model, files)
         return digests
+
+    def problems_before_training(self) -> Iterator[str]:
+        try:
+            self.inspect(OutputColumns("", ()))
+        except CheckpointError as error:
+            yield from error.problems
+
+    def learned_activation(self, labels: int) -> Activation:
+        return self.settings.activation
+
+    def arrange_training(self, folder: Path) -> str:
+        if not files_below(folder):
+            text = f"its command ended well, but left no file in {shown_path(folder)}"
+            raise CheckpointError(f"{text}; save the model there ({{out}})")
+        return ""
+
+    def trained_settings(self, folder: Path) -> Mapping[str, str]:
+        return {"model": str(folder)}
 
     def worker_settings(
         self, inspected: PythonInspection, assigned: Assigned, offload_folder: Path | None
@@ -310,6 +367,7 @@ class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
             "file": str(source.file) if model.is_file else None,
             "function": model.module_and_function[1],
             "setup": model.setup,
+            "model": None if model.model is None else str(model.model.absolute()),
             "columns": list(model.columns),
             "kwargs": model.kwargs,
             "id_column": inspected.id_column,
