@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ensemble.cli.layout import Table, table
-from ensemble.cli.runs import rule_text
+from ensemble.cli.runs import inputs_text, rule_text
 from ensemble.common.gpus import device_names
 from ensemble.common.host import threads_of
 from ensemble.common.text import duration, gib, listed, plural, rate, shown_path
@@ -58,6 +58,8 @@ def validate(prepared: Prepared) -> Iterator[str | Table]:
         if member.training is not None:
             how = trainings_text(prepared, member)
         yield f"{member.name}: {summary}, weight {weight_text(member.weight)}, {how}"
+        if member.input_names:
+            yield f"{member.name}: {inputs_text(member.input_names)}"
         if member.when is not None:
             before = ", ".join(other.name for other in config.models[:place])
             yield f"{member.name}: runs {when_text(member.when)} ({before})"
@@ -201,6 +203,7 @@ def _model_facts(prepared: Prepared, model: ModelPlan) -> dict[str, Any]:
         "member": model.member,
         "task_type": model.model.task_type,
         "weight": model.model.weight,
+        "inputs": model.model.input_names,
         "replicas": model.replicas,
         "gpus_per_replica": model.gpus,
         "chunks": len(model.chunks),
@@ -294,7 +297,11 @@ def _sentence(prepared: Prepared, model: ModelPlan) -> str:
         facts.append(f"rows of up to {plural(needed.width, 'token')}, {labels} each")
     facts.append(chunks_text(model))
     titles = {job.name: job.title for job in model.jobs if job.view}
+    if model.model.input_names:
+        facts.append(inputs_text(model.model.input_names))
     for selection in selections_of(model.jobs).values():
+        if not selection.when:
+            continue
         title = titles.get(selection.name, "")
         rule = when_text(selection.when, "views and members" if title else "members")
         facts.append(f"{title} {_expected(prepared, selection.name, rule)}".strip())

@@ -146,6 +146,11 @@ def node_texts(report: RunReport) -> Iterator[str]:
         yield f"node {name} {' and '.join(parts)}"
 
 
+def inputs_text(names: Sequence[str]) -> str:
+    """Return in words whose predictions a member reads."""
+    return f"reads the predictions of {', '.join(names)}"
+
+
 def rule_text(number: int, rule: RuleConfig, count: int, rows: int) -> str:
     """Return a rule, and how many rows it is for."""
     condition = textwrap.shorten(rule.when, _SHOWN_CHARACTERS, placeholder=" ...")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ensemble.cli.layout import Table, table
-from ensemble.cli.runs import fitted_text, node_texts
+from ensemble.cli.runs import fitted_text, inputs_text, node_texts
 from ensemble.common.errors import RESUMES, DataError
 from ensemble.common.files import read_json
 from ensemble.common.gpus import device_names
@@ -196,6 +196,7 @@ def _run(subject: RunStatus, report: RunReport) -> Iterator[str | Table]:
         },
         texts=["state"],
     )
+    yield from (f"{member.name}: {inputs_text(member.inputs)}" for member in report.members if member.inputs)
     yield from node_texts(report)
     if subject.holder is not None:
         yield from _workers_on_nodes(report)

@@ -269,9 +269,11 @@ def _largest_share(seconds_of: Callable[[float], float], seconds_left: float) ->
 def _sample(
     prepared: Prepared, loaded: LoadedConfig, table: InputTable, size: int, output_dir: Path
 ) -> Prepared:
-    """Return a run of some rows into another directory, of all members that need a worker."""
+    """Return a run of some rows into another directory, of members that need a worker and those that they read."""
     config = loaded.config
-    models = [model for model in config.models if member_kind(model).needs_worker]
+    working = [model for model in config.models if member_kind(model).needs_worker]
+    read = {name for model in working for name in model.input_names}
+    models = [model for model in config.models if model in working or model.name in read]
     # A method may have keys for members by name.
     ensemble = config.ensemble if len(models) == len(config.models) else EnsembleConfig()
     changed = derived_run(loaded, models, output_dir, ensemble=ensemble, time_limit=None, report=False)

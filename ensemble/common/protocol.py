@@ -78,6 +78,8 @@ class CommonSpec:
     seed: int
     table_path: str = ""  # the published table; empty: there is none, and chunks leave no shards
     order_path: str = ""  # the numbers of the model's rows in the order of its chunks; of a table
+    # Of other members' predictions, such as gemma2/positive: before chunks come, INPUTS_FILE is beside the order.
+    input_columns: tuple[str, ...] = ()
     shards_dir: str = ""  # the folder of the shards; of a table
     jobs: tuple[JobSpec, ...] = (JobSpec(),)
     # The states (see ``common.files``) in which the model's files must stay, by absolute path.

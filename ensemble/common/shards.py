@@ -18,10 +18,11 @@ import pyarrow.csv as pa_csv
 from ensemble.common.errors import WriteError
 from ensemble.common.files import atomic_path, read_json
 
-# What a folder of shards holds beside them: the row numbers in the order of the chunks, digests of these rows, the
-# rows that cannot be computed, what a run chose for the job's model, and a folder that a python member's workers
-# share.
+# What a folder of shards holds beside them: the row numbers in the order of the chunks, other members' predictions
+# that the job reads, digests of these rows, the rows that cannot be computed, what a run chose for the job's model,
+# and a folder that a python member's workers share.
 ORDER_FILE: Final = "order.npy"
+INPUTS_FILE: Final = "inputs.arrow"
 ROWS_FILE: Final = "rows.bin"
 BAD_ROWS_FILE: Final = "bad_rows.json"
 CHOICES_FILE: Final = "choices.json"

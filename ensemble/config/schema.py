@@ -499,9 +499,8 @@ class MemberConfig(StrictConfig):
 
     @property
     def has_all_rows(self) -> bool:
-        """Return whether it predicts every row: neither its own ``when`` nor those of all its views select some."""
-        views = len(self.counted_views)
-        return self.when is None and (not views or len(self.views_with_when) < views)
+        """Return whether it predicts every row in all views: no ``when`` selects some."""
+        return self.when is None and not self.views_with_when
 
     def without_when(self) -> Self:
         """Return the settings of the same member for all rows, in all views."""
@@ -525,7 +524,7 @@ class MemberConfig(StrictConfig):
     @property
     def computed_as(self) -> str:
         """Return a digest of the settings that decide how long a row takes; settings may be secrets."""
-        values = [value for key, value in self if key not in ("name", "views", *MERGE_KEYS)]
+        values = [value for key, value in self if key not in ("name", "views", "inputs", *MERGE_KEYS)]
         return sha256(repr(values).encode()).hexdigest()[:16]
 
 
@@ -592,19 +591,12 @@ class ReaderConfig(MemberConfig):
         examples=["[{name: as_is}, {name: swapped, swap: {columns: [a, b], labels: [a_wins, b_wins]}}]"],
     )
 
-    # Members listed before this one: it reads their predictions as columns, such as gemma2/positive.
-    inputs: Names | None = Field(default=None, examples=[["gemma2", "llama3"]])
-
     # Keys of a member, and of its views, that say what a worker loads; none: the same in all views.
     loaded_keys: ClassVar[tuple[str, ...]] = ()
 
     @property
     def all_views(self) -> tuple[ViewConfig, ...]:
         return self.views or ()
-
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        return self.inputs or ()
 
     @property
     def _loads(self) -> dict[str, Any]:
@@ -650,6 +642,17 @@ class ReaderConfig(MemberConfig):
             if is_time_taken and view.weight > 0 and not takes_time_left(view.when):
                 yield ("views", number), "comes after a view with share: as_time_allows; list that view last"
             is_time_taken |= takes_time_left(view.when) and view.weight > 0
+
+
+class InputsConfig(ReaderConfig):
+    """A member that reads cells of any type, so that its rows can have other members' predictions, too."""
+
+    # Members listed before this one: it reads their predictions as columns, such as gemma2/positive.
+    inputs: Names | None = Field(default=None, examples=[["gemma2", "llama3"]])
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        return self.inputs or ()
 
 
 class EnsembleConfig(StrictConfig):
@@ -1005,6 +1008,10 @@ class RunConfig(StrictConfig):
         if self.data.id_column in self.labels:
             index = self.labels.index(self.data.id_column)
             yield ("labels", index), "the same as data.id_column; predictions hold both columns"
+        if self.launcher != "local":
+            with_inputs = [index for index, member in enumerate(self.models) if member.input_names]
+            sentence = "works on one machine alone, as predictions stay there; set launcher: local"
+            yield from ((("models", index, "inputs"), sentence) for index in with_inputs)
         if self.time_limit is None:
             yield from self._unlimited()
         problems = [*self._broken_weights()]
@@ -1077,7 +1084,7 @@ def broken_inputs(members: Sequence[MemberConfig]) -> Iterator[Problem]:
             elif name in member.input_names[:number]:
                 yield loc, "the same twice; name each member once"
             elif not before[name].has_all_rows:
-                yield loc, "has when, so that it lacks rows; name members that predict every row"
+                yield loc, "has when, so that it lacks rows; name members that predict every row in all views"
 
 
 def same_name_problems(key: str, names: Sequence[str]) -> Iterator[Problem]:

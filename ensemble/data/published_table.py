@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
+from ensemble.common.files import atomic_path
 
 
 class PublishedTable:
@@ -19,15 +22,24 @@ class PublishedTable:
 
     Args:
         swaps: for each job, by column, the other column whose cells replace its cells.
+        inputs_path: the file of ``write_inputs``, which is opened when rows are read.
 
     Attributes:
+        inputs: the columns of that file, which every job reads behind those of the table.
         rows: number of rows of the table.
         has_nulls: whether some row has no value for some job, by column.
     """
 
-    def __init__(self, path: Path, swaps: Sequence[Mapping[str, str]] = ({},)) -> None:
+    def __init__(
+        self,
+        path: Path,
+        swaps: Sequence[Mapping[str, str]] = ({},),
+        inputs_path: Path = Path(),
+        inputs: Sequence[str] = (),
+    ) -> None:
         self._swaps = swaps
         self._swap = swaps[0]
+        self._inputs_path, self.inputs = inputs_path, tuple(inputs)
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         # A mapped batch is a set of pointers: its pages are read when their rows are.
         self._batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
@@ -38,13 +50,15 @@ class PublishedTable:
             fields.pop()
             self._ids = [batch.column(len(fields)) for batch in self._batches]
             self._batches = [batch.select(list(range(len(fields)))) for batch in self._batches]
-        self.schema = pa.schema(fields)
+        names = [field.name for field in fields]
+        self.schema = pa.schema([*fields, *(pa.field(name, pa.float64()) for name in self.inputs)])
         self.columns: tuple[str, ...] = tuple(self.schema.names)
         self._json_columns = json_columns(self.schema)
-        with_nulls = {name for name in self.columns if any(batch[name].null_count for batch in self._batches)}
+        with_nulls = {name for name in names if any(batch[name].null_count for batch in self._batches)}
         self.has_nulls = {
-            name: any(swap.get(name, name) in with_nulls for swap in ({}, *swaps)) for name in self.columns
+            name: any(swap.get(name, name) in with_nulls for swap in ({}, *swaps)) for name in names
         }
+        self.has_nulls |= dict.fromkeys(self.inputs, True)
         self.rows = int(reader.schema.metadata[b"ensemble.rows"])
 
     def use_job(self, job: int) -> None:
@@ -69,6 +83,9 @@ class PublishedTable:
                 if self._swap:
                     cells = {name: cells[self._swap.get(name, name)] for name in cells}
                 taken[position] = cells
+        if self.inputs:
+            of_inputs = self._input_batch.take(pa.array(rows)).to_pylist()
+            taken = [cells | of_row for cells, of_row in zip(taken, of_inputs, strict=True)]
         return taken
 
     def ids(self, indices: npt.NDArray[np.integer]) -> list[str]:
@@ -83,10 +100,20 @@ class PublishedTable:
 
     def batches(self, indices: npt.NDArray[np.integer], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield columns of rows, whose numbers rise, as Arrow holds them, some rows at a time."""
-        fields = [self.schema.field(name) for name in columns]
-        for batch, _, rows in self._by_batch(self._checked(indices)):
-            cells = self._batches[batch].select([self._swap.get(name, name) for name in columns])
-            yield pa.RecordBatch.from_arrays(cells.take(pa.array(rows)).columns, schema=pa.schema(fields))
+        fields, all_rows = [self.schema.field(name) for name in columns], self._checked(indices)
+        for batch, positions, rows in self._by_batch(all_rows):
+            cells = [
+                self._input_batch[name].take(pa.array(all_rows[positions]))
+                if name in self.inputs
+                else self._batches[batch][self._swap.get(name, name)].take(pa.array(rows))
+                for name in columns
+            ]
+            yield pa.RecordBatch.from_arrays(cells, schema=pa.schema(fields))
+
+    @cached_property
+    def _input_batch(self) -> pa.RecordBatch:
+        """Return the rows of the inputs' predictions."""
+        return pa.ipc.open_file(pa.memory_map(str(self._inputs_path))).get_batch(0)
 
     def _checked(self, indices: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         rows = np.asarray(indices, dtype=np.int64)
@@ -102,6 +129,13 @@ class PublishedTable:
         for batch in np.unique(batch_of_row).tolist():
             positions = np.flatnonzero(batch_of_row == batch)
             yield batch, positions, rows[positions] - (self._ends[batch] - self._batches[batch].num_rows)
+
+
+def write_inputs(path: Path, columns: Sequence[str], values: npt.NDArray[np.float64]) -> None:
+    """Write predictions, [rows, columns], for ``PublishedTable``; NaN becomes null."""
+    batch = pa.record_batch([pa.array(column, from_pandas=True) for column in values.T], names=[*columns])
+    with atomic_path(path) as temporary, pa.ipc.new_file(str(temporary), batch.schema) as writer:
+        writer.write_batch(batch)
 
 
 def json_columns(schema: pa.Schema) -> tuple[str, ...]:

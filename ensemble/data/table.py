@@ -67,6 +67,7 @@ class TableNeeds:
         unequal_sums: what to do about probabilities that do not sum to 1, with a semicolon before it.
         may_lack_truth: whether the run can do without true labels, which messages then say.
         skip_unlabelled: whether rows are left out whose label, or all of whose label columns, are empty.
+        inputs: columns that come from other members' predictions, and the key that asks for each.
     """
 
     id_column: str
@@ -83,6 +84,7 @@ class TableNeeds:
     skip_unlabelled: bool = False
     read_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     also: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,9 @@ class InputTable:
                     self._file_digests[files] = file_digests(table.column(files.column), files)
                 table, names = table.append_column(_FILES, self._file_digests[files]), [*names, _FILES]
             if with_ids:
-                table, names = table.append_column(_IDS, self.ids), [*names, _IDS]
+                # A table without columns does not know its rows.
+                table = table.append_column(_IDS, self.ids) if names else pa.table({_IDS: self.ids})
+                names.append(_IDS)
             self._row_digests[key] = row_digests(table, names) if names else np.zeros((self.rows, 2), "<u8")
         return self._row_digests[key]
 
@@ -311,6 +315,11 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
         if name not in names
     ]
     problems = [*contents.problems, *missing]
+    problems += [
+        f"{path}: column {quoted(name)} has the name of predictions that {key} reads; rename it"
+        for name, key in needs.inputs.items()
+        if name in names
+    ]
     if contents.ids is not None:
         problems += _id_problems(path, needs.id_column, contents.ids)
     truth: Truth | None = None

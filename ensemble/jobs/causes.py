@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,11 @@ class Causes:
         names = [name for ours, theirs in pairs for name in (*changed(ours, theirs), *changed(theirs, ours))]
         return tuple(dict.fromkeys(names + [_ROWS] * (self.rows != other.rows)))
 
+    def with_inputs(self, read: Mapping[str, Causes]) -> Causes:
+        """Return the causes of a job that reads the predictions of these members, by name."""
+        settings = {f"predictions of {name}": causes.digest for name, causes in read.items()}
+        return replace(self, settings={**self.settings, **settings})
+
     def to_dict(self) -> dict[str, object]:
         """Return the parts as JSON can hold them, for ``from_dict``."""
         return {
@@ -96,7 +101,7 @@ class Causes:
             "views": [of_job.digest for of_job in causes],
             WEIGHTS: [job.weight for job in jobs],
             # Then it is a mean of other jobs than of all.
-            "when": any(job.selection is not None for job in jobs),
+            "when": not all(job.has_all_rows for job in jobs),
             "rows of folds": np.packbits(limited, axis=1).tobytes().hex() if limited else None,
         }
         return cls(digests_of(settings), {}, digest_of([of_job.rows for of_job in causes]))
@@ -115,6 +120,7 @@ def settings_of_job(config: RunConfig, job: Job, of_kind: Mapping[str, Any]) -> 
         "data.id_column": config.data.id_column,
         "labels": config.labels,
         "swap": [sorted(job.swap), job.label_order] if job.swap else None,
+        **({"inputs": settings.input_names} if settings.input_names else {}),
     }
     return digests_of(values)
 

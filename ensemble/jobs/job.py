@@ -40,17 +40,20 @@ class Decider:
 
 @dataclass(frozen=True)
 class Selection:
-    """Select rows by ``when``, once the jobs of its deciders have ended.
+    """Select rows by ``when``, once the jobs of its deciders and inputs have ended.
 
     Attributes:
         name: of the member or of the job that has the rule.
+        when: empty: it selects all rows.
         within: the selection among whose rows this one selects; None: among all.
+        inputs: the members whose predictions are read; without them the rows cannot be computed.
     """
 
     name: str
     when: When
     deciders: tuple[Decider, ...]
     within: Selection | None = None
+    inputs: tuple[Decider, ...] = ()
 
     @property
     def chain(self) -> tuple[Selection, ...]:
@@ -61,6 +64,11 @@ class Selection:
     def takes_time_left(self) -> bool:
         """Return whether there are as many rows as there is time for."""
         return any(takes_time_left(selection.when) for selection in self.chain)
+
+    @property
+    def has_all_rows(self) -> bool:
+        """Return whether it only waits, and then selects all rows."""
+        return not any(selection.when for selection in self.chain)
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,11 @@ class Job:
         has_own = self.selection is not None and self.selection.name == self.name
         return self.selection if has_own else None
 
+    @property
+    def has_all_rows(self) -> bool:
+        """Return whether no rule selects some of the rows."""
+        return self.selection is None or self.selection.has_all_rows
+
 
 @dataclass(frozen=True)
 class Model:
@@ -140,8 +153,11 @@ def compile_models(members: Sequence[MemberConfig], labels: Sequence[str]) -> tu
         by_key = member.models
         before = [_decider(other) for other in deciding_members(members[:index])]
         deciders = tuple(decider for decider in before if decider.jobs)
+        named = {other.name: other for other in members[:index]}
+        # A member that is compiled alone is not run.
+        inputs = tuple(_decider(named[name]) for name in member.input_names if name in named)
         for key, settings in by_key.items():
-            jobs = tuple(_jobs(member, settings, labels, deciders))
+            jobs = tuple(_jobs(member, settings, labels, deciders, inputs))
             name = member.name if len(by_key) == 1 else jobs[0].name
             models.append(Model(name, index, key, settings, kind_for_checks(settings), jobs))
     return tuple(models)
@@ -232,10 +248,18 @@ def _decider(member: MemberConfig, stop: int | None = None) -> Decider:
 
 
 def _jobs(
-    member: MemberConfig, settings: MemberConfig, labels: Sequence[str], deciders: tuple[Decider, ...]
+    member: MemberConfig,
+    settings: MemberConfig,
+    labels: Sequence[str],
+    deciders: tuple[Decider, ...],
+    inputs: tuple[Decider, ...],
 ) -> Iterator[Job]:
     """Yield the jobs of one of the member's models; ``deciders`` are of the members before it."""
-    member_selection = None if member.when is None else Selection(member.name, member.when, deciders)
+    member_selection = None
+    if member.when is not None:
+        member_selection = Selection(member.name, member.when, deciders, inputs=inputs)
+    elif inputs:
+        member_selection = Selection(member.name, {}, (), inputs=inputs)
     if not settings.counted_views:
         phase = AS_TIME_ALLOWS if takes_time_left(member.when) else FIRST
         yield Job(member.name, "", settings, selection=member_selection, phase=phase)

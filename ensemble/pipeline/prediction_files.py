@@ -180,9 +180,13 @@ def changed_members(config: RunConfig, members: Collection[str], run_dir: Path) 
     """Return what has changed of each member since its predictions in a run's directory were made.
 
     These are settings, and what files hold, such as "weights". Members whose files are not on this machine are not
-    compared, nor are the rows, as the run may be of a sample, nor what devices decide.
+    compared, nor are the rows, as the run may be of a sample, nor what devices decide. Members whose predictions
+    these read are compared, too.
     """
     rundir, files = RunDir(run_dir), FileDigests(config.hash_weights)
+    members = {*members}
+    for member in reversed(config.models):  # with the members whose predictions they read
+        members |= {*member.input_names} if member.name in members else set()
     columns = OutputColumns.of(config.data, config.labels)
     by_member: dict[str, list[str]] = {}
     for member in config.models:

@@ -356,7 +356,13 @@ def _read_allowed_labels(config: RunConfig, table: InputTable) -> AllowedLabels:
 
 def _table_needs(config: RunConfig, members: _Members) -> TableNeeds:
     truth_as = merged_activation(members.inspected)
-    return with_columns(needs_of(config.data, config.labels, truth_as, config.limit), members.views)
+    needs = needs_of(config.data, config.labels, truth_as, config.limit)
+    inputs = {
+        name: f"models[{index}].inputs ({member.name})"
+        for index, member in enumerate(config.models)
+        for name in member.input_columns(config.labels)
+    }
+    return replace(with_columns(needs, members.views), inputs=inputs)
 
 
 def _read_sample(

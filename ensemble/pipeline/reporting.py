@@ -174,6 +174,7 @@ class RunState:
             forecast=_memory_forecast(plan, workers),
             counters=sum((state.counters for state in states), Counters()),
             bad_rows={str(row): bad_rows[row] for row in sorted(bad_rows)},
+            inputs=settings.input_names,
             cascade=self._cascade(settings.when, name, self.selections.rows_of_member(name)),
             activation=self.prepared.inspected[name].activation,
             views={job.view: self._view(work, job) for job in jobs},
@@ -191,7 +192,7 @@ class RunState:
         job_work = work.job(job.name)
         selected = self.selections.rows_of(job.name)
         if work.is_complete:
-            is_counted = np.ones_like(job_work.is_done) if job.selection is None else job_work.is_done
+            is_counted = np.ones_like(job_work.is_done) if job.has_all_rows else job_work.is_done
             rows = int((is_counted if selected is None else is_counted & selected).sum())
         when = None if job.own_selection is None else job.own_selection.when
         return ViewReport(job.weight, rows, job_work.causes.digest, self._cascade(when, job.name, selected))

@@ -122,7 +122,10 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
     """Return the work of every member, by name, and tell the user what is kept."""
     config = prepared.config
     files = FileDigests(config.hash_weights, prepared.file_states)
-    works = {member.name: _work_of_member(prepared, rundir, member, files) for member in config.models}
+    works: dict[str, MemberWork] = {}
+    for member in config.models:
+        read = {name: works[name].predictions.causes for name in member.input_names}
+        works[member.name] = _work_of_member(prepared, rundir, member, files, read)
     reuse = [] if prepared.reuse is None else [prepared.reuse]
     if prepared.job_rows:
         # The out-of-fold run has rows that only some jobs may compute.
@@ -145,9 +148,9 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
 
 
 def _work_of_member(
-    prepared: Prepared, rundir: RunDir, member: MemberConfig, files: FileDigests
+    prepared: Prepared, rundir: RunDir, member: MemberConfig, files: FileDigests, read: Mapping[str, Causes]
 ) -> MemberWork:
-    """Return the work of a member, from files with the names of its jobs."""
+    """Return the work of a member, from files with the names of its jobs; ``read`` are the causes of its inputs."""
     name, rows = member.name, prepared.table.rows
     in_order = jobs_of(prepared.models, name)
     keeps_bad_rows = prepared.config.on_bad_row == "uniform"
@@ -158,7 +161,7 @@ def _work_of_member(
             continue
         of_model = files.for_another()
         for job in plan.jobs:
-            causes = prepared.causes(plan, job, of_model)
+            causes = prepared.causes(plan, job, of_model).with_inputs(read)
             work = find_work(rundir, job.name, causes, rows, keeps_bad_rows)
             work.files = of_model.seen
             if plan.needs_worker:
@@ -170,7 +173,7 @@ def _work_of_member(
         return MemberWork(jobs)
     causes = Causes.of_mean(in_order, [work.causes for work in jobs], prepared.job_rows)
     # Which rows are selected follows from others' predictions or the time: then the mean is always made again.
-    is_final = all(job.selection is None for job in in_order)
+    is_final = all(job.has_all_rows for job in in_order)
     return MemberWork(jobs, find_work(rundir, name, causes, rows, keeps_bad_rows, is_final=is_final))
 
 

@@ -20,9 +20,10 @@ from ensemble.common.extensions import call_hooks
 from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import CommonSpec, JobSpec, Start, WorkerSpec
-from ensemble.common.shards import CACHE_FOLDER, ORDER_FILE
+from ensemble.common.shards import CACHE_FOLDER, INPUTS_FILE, ORDER_FILE
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig, RunConfig
+from ensemble.data.published_table import write_inputs
 from ensemble.jobs.work import Work, write_bad_rows
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.prepare import prepare
@@ -225,10 +226,18 @@ class _Run(RunState, RunHooks):
             folder = works[0].shards_dir
             with atomic_path(folder / ORDER_FILE) as temporary, temporary.open("wb") as file:
                 np.save(file, plan.order)
+            self._write_inputs(plan)
             if not plan.gpus and self._config.launcher == "local":
                 folders = [work.shards_dir for work in works]
                 replace(Choices.read(folders), cpu=cpu_choice_of(plan)).write(folders)
         sync_directory(rundir.work_dir)  # so that the new folders survive a power cut
+
+    def _write_inputs(self, plan: ModelPlan) -> None:
+        """Write the predictions that a model reads beside its order, once its inputs have ended."""
+        columns = plan.model.input_columns(self._config.labels)
+        if columns and self.selections.is_selected(plan.member):
+            path = self._works_of(plan)[0].shards_dir / INPUTS_FILE
+            write_inputs(path, columns, self.selections.inputs_of(plan.member))
 
     def _remove_work(self) -> None:
         """Remove shards of this run's members; those of members that the config leaves out stay."""
@@ -422,14 +431,25 @@ class _Run(RunState, RunHooks):
         failure, may_go_on = state.failure, self._config.on_member_failure == "continue"
         if failure is not None and not failure.is_dropped and not may_go_on:
             return  # members that wait for it go on in a later run, which has its rows
+        if failure is not None:
+            self._leave_out_readers(failure)
         jobs = [job.name for job in state.plan.jobs]
         self._begin_selected(self.selections.end(*jobs, is_left_out=failure is not None))
+
+    def _leave_out_readers(self, failure: Failure) -> None:
+        """Leave out the members that read the predictions of one that has failed."""
+        readers = self.selections.readers_of(failure.member)
+        for state in self.models:
+            if state.plan.member in readers and state.failure is None:
+                state.fail(failure.of_reader(state.plan.member))
 
     def _begin_selected(self, members: Collection[str]) -> None:
         """Queue the chunks of members of which rows have been selected."""
         for state in self.models:
             if state.plan.member in members and state.failure is None:
-                state.extend(self.selections.with_selected(self.prepared.plan, state.plan))
+                plan = self.selections.with_selected(self.prepared.plan, state.plan)
+                self._write_inputs(plan)
+                state.extend(plan)
 
     def on_change(self, models: Sequence[ModelState]) -> None:
         """Show the members, and write the report if it is due."""
@@ -558,6 +578,7 @@ def worker_spec(
         seed=config.seed,
         table_path=str(rundir.table.resolve()),
         order_path=str((works[0].shards_dir / ORDER_FILE).resolve()),
+        input_columns=model.model.input_columns(config.labels),
         shards_dir=str(rundir.work_dir.resolve()),
         files={path: seen.state for path, seen in works[0].files.items()},
         jobs=tuple(

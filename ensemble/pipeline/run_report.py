@@ -141,6 +141,7 @@ class MemberReport(MemberProgress):
     """Report a member.  With views, all counts of rows except ``bad_rows`` count a row once for each view.
 
     Attributes:
+        inputs: the members whose predictions it reads.
         workers: those of an earlier run, if that completed the member.
         counters: of this run's chunks.
         taken_over: how many rows were taken over from each other work, by its path.
@@ -163,6 +164,7 @@ class MemberReport(MemberProgress):
     counters: Counters = field(default_factory=Counters)
     taken_over: dict[str, int] = field(default_factory=dict)
     bad_rows: dict[str, str] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
     cascade: CascadeReport | None = None
     calibration: dict[str, Any] = field(default_factory=dict)
     views: dict[str, ViewReport] = field(default_factory=dict)

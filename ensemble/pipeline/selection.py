@@ -75,7 +75,7 @@ class Selections:
 
     def rows_of_member(self, member: str) -> _Rows | None:
         """Return the rows that a member is to have by its own ``when``, bool [rows]; None: all."""
-        if member not in self._selections:
+        if member not in self._selections or not self._selections[member].when:
             return None
         computed = [
             self._computed[job.name] for job in self._works[member].jobs if job.name in self._computed
@@ -130,10 +130,20 @@ class Selections:
             deciders = [
                 decider for decider in selection.deciders if decider.settings.name not in self._left_out
             ]
-            if all(self._has_ended(job) for decider in deciders for job in decider.jobs):
+            awaited = [*deciders, *selection.inputs]
+            if all(self._has_ended(job) for decider in awaited for job in decider.jobs):
                 self._selected[name] = self._select(selection, deciders)
                 selected.add(member_of(name))
         return selected
+
+    def readers_of(self, member: str) -> set[str]:
+        """Return the members that read the predictions of a member."""
+        inputs = {name: [each.settings.name for each in of.inputs] for name, of in self._selections.items()}
+        return {name for name, read in inputs.items() if member in read}
+
+    def inputs_of(self, member: str) -> _Values:
+        """Return the predictions that a member reads, [rows, labels of each]; NaN in rows that an input lacks."""
+        return np.hstack([self._values_of_decider(each) for each in self._selections[member].inputs])
 
     def keep_computed(self, member: str) -> None:
         """Take away the rows of a member's jobs that there was no time for."""
@@ -154,6 +164,8 @@ class Selections:
 
     def _select(self, selection: Selection, deciders: Sequence[Decider]) -> tuple[_Rows, _Values]:
         prepared, table = self._prepared, self._prepared.table
+        if not selection.when:
+            return np.ones(table.rows, dtype=np.bool_), np.zeros(table.rows)
         ((kind, _),) = selection.when.items()
         values = [*map(self._values_of_decider, deciders)]
         doubt = _doubts(
@@ -238,6 +250,7 @@ def expected_shares(
     return {
         name: _expected_share(config, selection, inspected, files, place)
         for name, selection in selections.items()
+        if selection.when
     }
 
 

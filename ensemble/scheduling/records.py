@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from ensemble.common.protocol import Closed, Counters, Ready
@@ -18,6 +18,7 @@ class Failure:
 
     ``is_dropped``: some of its rows could not be computed, and the config says to merge without the member.
     ``is_out_of_time``: only the time to train it was lacking.
+    ``is_reader``: it reads the predictions of a member that failed.
     """
 
     member: str
@@ -26,11 +27,18 @@ class Failure:
     log_path: str = ""
     is_dropped: bool = False
     is_out_of_time: bool = False
+    is_reader: bool = False
 
     @property
     def outcome(self) -> Literal["left out", "failed"]:
-        """Return what to call it: nothing has failed where there was no time."""
-        return "left out" if self.is_out_of_time else "failed"
+        """Return what to call it: nothing of the member itself has failed where it could not begin."""
+        return "left out" if self.is_out_of_time or self.is_reader else "failed"
+
+    def of_reader(self, reader: str) -> Failure:
+        """Return the failure of a member that reads the predictions of this one, which has none."""
+        ended = "failed" if self.outcome == "failed" else "is left out"
+        why = f"it reads the predictions of {self.member}, which {ended}"
+        return replace(self, member=reader, message=why, traceback="", log_path="", is_reader=True)
 
 
 @dataclass(frozen=True)

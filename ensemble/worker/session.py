@@ -117,6 +117,7 @@ class Session:
         keep_pandas_out()
         import numpy as np
 
+        from ensemble.common.shards import INPUTS_FILE
         from ensemble.data.published_table import PublishedTable
         from ensemble.worker.shard_writer import write_shard
 
@@ -131,7 +132,10 @@ class Session:
                     np.load(self._common.order_path, mmap_mode="r")
                 )
                 self._table = PublishedTable(
-                    Path(self._common.table_path), [job.columns for job in self._common.jobs]
+                    Path(self._common.table_path),
+                    [job.columns for job in self._common.jobs],
+                    Path(self._common.order_path).with_name(INPUTS_FILE),
+                    self._common.input_columns,
                 )
             # There is no table for jobs without rows.
             self.task = child.make_predictor(self._common, start.spec.settings, cast(Any, self._table))

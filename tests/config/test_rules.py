@@ -312,3 +312,51 @@ def test_isotonic_lines(load: Load, problems: Problems) -> None:
     assert message_of(line, temperature=2) == ": temperature, scale or bias is given as well; keep one way"
     (text,) = problems(small(calibration={"isotonic": {"nag": line}}))
     assert "isotonic.nag" in text
+
+
+def test_inputs_are_members_before_with_all_rows(load: Load, problems: Problems) -> None:
+    content = small()
+    mine = {"name": "mine", "task_type": "python", "predict": "mine.py:predict"}
+    swapped = {"name": "swapped", "swap": {"columns": ["text", "more"]}, "when": {"share": 0.5}}
+    content["models"] += [
+        content["models"][0] | {"name": "part", "when": {"share": 0.5}},
+        content["models"][0] | {"name": "views", "views": [{"name": "whole"}, swapped]},
+        mine | {"inputs": ["a"]},
+        mine | {"name": "last", "inputs": ["a", "mine"]},
+    ]
+    config = load(content).config
+    assert config.models[4].input_names == ("a", "mine")
+    assert config.models[4].input_columns(("x", "y")) == ("a/x", "a/y", "mine/x", "mine/y")
+    assert config.models[0].input_names == ()
+    wrong = ["last", "mine", "ab", "part", "views", "a", "a"]
+    content["models"][3]["inputs"] = wrong
+    texts = [re.sub(r" \(line \d+\)", "", text) for text in problems(yaml.dump(content, Dumper=_Plain))]
+    has_when = "has when, so that it lacks rows; name members that predict every row in all views"
+    assert texts == [
+        f"models[3].inputs[{number}]: {text}"
+        for number, text in enumerate(
+            (
+                "is listed after this member; list it before",
+                "is the member itself; name members that are listed before it",
+                "is no member (did you mean 'a'?); name members that are listed before this one",
+                has_when,
+                has_when,
+            )
+        )
+    ] + ["models[3].inputs[6]: the same twice; name each member once"]
+
+
+def test_inputs_stand_in_for_columns_and_stay_on_one_machine(load: Load, problems: Problems) -> None:
+    content = small()
+    mine = {"name": "mine", "task_type": "python", "predict": "mine.py:predict"}
+    content["models"].append(mine)
+    (problem,) = problems(content)
+    assert problem.startswith("models[1].columns (line ")
+    assert problem.endswith("is missing; name columns of the table, or inputs")
+    content["models"][1] = mine | {"inputs": ["a"]}
+    assert load(content).config.models[1].input_names == ("a",)
+    (problem,) = problems(content | {"launcher": "ray"})
+    assert problem.endswith("works on one machine alone, as predictions stay there; set launcher: local")
+    content["models"][1] = content["models"][0] | {"name": "b", "inputs": ["a"]}
+    (problem,) = problems(content)
+    assert problem.endswith("no key of task_type seq_cls; python, command have it (docs/reference/config.md)")

@@ -197,6 +197,7 @@ GOOD: Final[dict[str, Any]] = {
             "predict": "theirs.code:predict",
             "setup": "prepare",
             "model": "models/d",
+            "inputs": ["mate"],
             "columns": ["t"],
             "views": [{"name": "own"}, {"name": "other", "model": "models/e"}],
             "kwargs": {"deep": {"er": [1, None]}},

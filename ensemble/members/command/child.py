@@ -92,7 +92,8 @@ class CommandPredictor(Predictor):
         return Prediction(values, counters=Counters(batches=1), advice=_VALUES_ADVICE, is_partial=not is_done)
 
     def _write(self, path: Path, rows: npt.NDArray[np.int64]) -> None:
-        columns, write = self._settings["columns"], format_of_predictions(path).write
+        columns = [*self._settings["columns"], *self._table.inputs]
+        write = format_of_predictions(path).write
         assert write is not None
         for name in columns:
             if is_binary(self._table.schema.field(name).type) and not is_parquet(path):

@@ -17,7 +17,7 @@ from ensemble.common.errors import CheckpointError
 from ensemble.common.logged_command import command_problems
 from ensemble.common.python_process import environment_of_commands, path_of_commands
 from ensemble.common.text import quoted, shown_path
-from ensemble.config import MemberConfig, ReaderConfig
+from ensemble.config import InputsConfig, MemberConfig
 from ensemble.config.document import Problem
 from ensemble.config.values import (
     CommandWords,
@@ -50,7 +50,7 @@ _ROWS_OPTION = re.compile(r"--?(rows|input|in|test|data|table)([_-]?(path|file|c
 _OUT_OPTION = re.compile(r"--?(out|output|submission|predictions?|save)([_-]?(path|file|csv))?")
 
 
-class CommandSettings(ReaderConfig):
+class CommandSettings(InputsConfig):
     """A program of your own, in any environment: it reads a file of rows, and writes a file of probabilities."""
 
     task_type: Literal["command"] = "command"

@@ -147,7 +147,7 @@ class FunctionPredictor(Predictor):
         ids = pd.Index(self._table.ids(rows), dtype=object, name=self._settings["id_column"])
         records = self._table.take(rows)
         columns = {}
-        for name in self._settings["columns"]:
+        for name in (*self._settings["columns"], *self._table.inputs):
             cells = self._cells(name, [record[name] for record in records])
             # With a dtype, since pandas 3 would turn text objects into its "str" and pandas 2 would not.
             columns[name] = pd.Series(cells, index=ids, dtype=cells.dtype)

@@ -25,7 +25,7 @@ from ensemble.common.files import files_below, unreadable
 from ensemble.common.protocol import Activation
 from ensemble.common.text import did_you_mean, shown_path
 from ensemble.common.user_code import names_file
-from ensemble.config import MemberConfig, ReaderConfig, ViewConfig
+from ensemble.config import InputsConfig, MemberConfig, ViewConfig
 from ensemble.config.document import Problem
 from ensemble.config.schema import TrainConfig
 from ensemble.config.values import (
@@ -63,7 +63,7 @@ class PythonView(ViewConfig):
 PythonViews = Annotated[tuple[PythonView, ...], MustBe("a list of views", list)]
 
 
-class PythonSettings(ReaderConfig):
+class PythonSettings(InputsConfig):
     """A function of your own, called in a process of its own with a pandas frame of some rows."""
 
     task_type: Literal["python"] = "python"
@@ -73,7 +73,8 @@ class PythonSettings(ReaderConfig):
     # A file or folder that the function finds in context.model; train makes it.
     model: FileOrFolder | None = Field(default=None, examples=["models/trees"])
     train: TrainConfig | None = None  # how a command trains the member, whose {out} is then the model
-    columns: TableColumns = Field(examples=[["text"]])  # columns of the table that the function gets
+    # Columns of the table that the function gets; with inputs they may be left out.
+    columns: TableColumns = Field(default=(), examples=[["text"]])
     kwargs: Settings = Field(default_factory=dict)  # values that the function finds in context.kwargs
     depends_on: Files = ()  # files and folders that it reads; if one changes, its predictions are computed again
     activation: Literal["softmax", "sigmoid", "none"] = "softmax"  # what the values are; none: any numbers
@@ -114,6 +115,8 @@ class PythonSettings(ReaderConfig):
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         yield from super().broken_rules(labels)
+        if "columns" not in self.model_fields_set and not self.inputs:
+            yield ("columns",), "is missing; name columns of the table, or inputs"
         module, _, function = self.predict.rpartition(":")
         parts = [] if names_file(module) else module.split(".")
         if not (module and function.isidentifier() and all(part.isidentifier() for part in parts)):
