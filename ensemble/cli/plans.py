@@ -341,6 +341,7 @@ def trainings_text(prepared: Prepared, model: MemberConfig) -> str:
     )
     gpus = _gpus_of_training(prepared, train)
     where = f"on {plural(gpus, 'GPU')} each" if gpus else "on the CPU"
+    where += f", after {', '.join(model.input_names)}" if model.input_names else ""
     return f"{which}, {how}, {where}"
 
 

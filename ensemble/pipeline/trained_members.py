@@ -1,15 +1,15 @@
 """Put an ordinary member of its finished checkpoints or adapters in the place of each member that is trained.
 
 A model of fold f has learned from all rows outside the fold. Rows are recognized by digests of the cells that the
-member reads, so that a row of the training table is known in any other table, and predicted by models that have not
-seen it.
+member and its inputs read, so that a row of the training table is known in any other table, and predicted by models
+that have not seen it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -141,6 +141,35 @@ def _written(model: MemberConfig) -> dict[str, Any]:
     return model.model_dump(mode="json", exclude_unset=True, exclude={"train"})
 
 
+class RowKey(NamedTuple):
+    """Say by what rows are recognized, as ``InputTable.row_digests`` takes it."""
+
+    columns: tuple[str, ...]
+    files: FileCells | None
+    with_ids: bool
+
+
+def keys_of_rows(
+    members: Sequence[MemberConfig],
+    trained: Container[str],
+    columns: Mapping[str, tuple[str, ...]],
+    files: Mapping[str, FileCells],
+) -> dict[str, RowKey]:
+    """Return by what each member that is ``trained`` knows a row: what it reads, and what its inputs read.
+
+    Of an input that is not trained, or that reads files, the row's id tells. ``columns`` are those that each member
+    reads in any of its views, ``files`` those that name files.
+    """
+    keys: dict[str, RowKey] = {}
+    for member in members:
+        if member.name in trained:
+            inputs = [keys.get(name, RowKey((), None, True)) for name in member.input_names]
+            names = dict.fromkeys([*columns[member.name], *(name for key in inputs for name in key.columns)])
+            with_ids = any(key.with_ids or key.files is not None for key in inputs)
+            keys[member.name] = RowKey(tuple(names), files.get(member.name), with_ids)
+    return keys
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """Hold which rows views of trained members compute.
@@ -165,15 +194,16 @@ def held_out(
     A row that is new goes to every fold's model, or to the single model that predicts for all of them; a row of the
     training table goes to the model of its fold; a row that all models have seen counts as new, with a remark.
 
-    ``columns`` are those that each member reads in any of its views, ``files`` those that name files.
+    ``columns`` and ``files`` are as for ``keys_of_rows``.
     """
     models: list[MemberConfig] = []
     rows: dict[str, _Rows] = {}
     remarks: list[str] = []
+    keys = keys_of_rows(loaded.config.models, loaded.trained, columns, files)
     for model in loaded.config.models:
         trained = loaded.trained.get(model.name)
         if trained is not None:
-            folds = folds_of(trained.rows, table.row_digests(columns[model.name], files.get(model.name)))
+            folds = folds_of(trained.rows, table.row_digests(*keys[model.name]))
             # The run that makes out-of-fold predictions has no ``training``: these rows are what it is for.
             remarks += _remarks(model.name, folds, is_expected=loaded.config.training is None)
             if (folds >= 0).any():

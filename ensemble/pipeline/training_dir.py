@@ -11,7 +11,7 @@ output_dir/
                       fold-0.old/: what was replaced. Each has its seal beside it, such as fold-0.json, which says
                       what it was made of and what its files hold; while there is fold-0.unfinished.json, fold-0/
                       is to be replaced, and not used; fold-0.spec.json: what our own trainer is to do; rows.bin:
-                      the digest and the fold of each row
+                      the digest and the fold of each row; fold-0.rows.csv: data of a member with inputs
     rungs/            what is known to fit, by member and kind of device
     oof/              the run that predicts each row by models that have not seen it, with files as of any run
     logs/             train.log: what the parent did; <member>/fold-0.log: what the commands of a training printed;
@@ -82,7 +82,9 @@ class TrainingDir:
     def oof(self, member: str) -> Path:
         return self._oof / f"{member}.csv"
 
-    def train_file(self, part: Part, suffix: str) -> Path:
+    def train_file(self, part: Part, suffix: str, reader: MemberConfig | None = None) -> Path:
+        if reader is not None and reader.input_names:  # there are other columns in its files
+            return self._of_member(reader.name) / f"{part.name}.rows{suffix}"
         return self.root / "data" / f"{part.name}{suffix}"
 
     def trained_rows(self, member: str) -> Path:

@@ -38,7 +38,7 @@ from ensemble.data.trained_rows import fold_count, write_trained_rows
 from ensemble.jobs.job import jobs_of
 from ensemble.members.huggingface.training_from_base import TrainingFromBase, training_from_base
 from ensemble.members.questions import ask
-from ensemble.members.registry import member_kind
+from ensemble.members.registry import KINDS, member_kind
 from ensemble.pipeline.ending import raise_unless_complete
 from ensemble.pipeline.load import derived_run
 from ensemble.pipeline.prepare import prepare
@@ -50,7 +50,7 @@ from ensemble.pipeline.signals import Signals
 from ensemble.pipeline.trackers import missing_trackers
 from ensemble.pipeline.trained_members import is_trained, missing_parts, with_trained
 from ensemble.pipeline.training_dir import Part, TrainingDir, parts_of
-from ensemble.training.data import TrainingData, read_training_data
+from ensemble.training.data import TrainingData, learned_activation, read_training_data, untrained_inputs
 from ensemble.training.jobs import TrainingRun
 from ensemble.training.records import PartRecord, Seal, TrainingReport, read_record, write_record
 from ensemble.training.seal import Training, as_it_stands, consent_text, seal_training, texts_by_reason
@@ -121,7 +121,8 @@ def trained(
             files.tidy()
             files.train_log.parent.mkdir(parents=True, exist_ok=True)
             with logging_to(files.train_log, loaded.redactor):
-                report = _train(loaded, files, display, signals, data, asked, ends_at)
+                command = _Command(loaded, files, display, signals, asked, began, ends_at, owns_process)
+                report = _train(command, data)
         yield report, signals
 
 
@@ -182,7 +183,7 @@ def predict_held_out(
     """Predict the rows that each fold holds out, and write ``oof/<member>.csv`` of members that have all of them.
 
     The run has its own directory, ``training/oof``, and resumes there. Its ensemble is the plain mean of the
-    trained members.
+    trained members and of inputs that are not trained.
 
     Args:
         loaded: the config as it was loaded, with members that have ``train``.
@@ -193,7 +194,7 @@ def predict_held_out(
             else as ``pipeline.run.run``.
     """
     files = TrainingDir(loaded.config.output_dir)
-    prepared = prepare(_out_of_fold(loaded, files.oof_run), is_for_run=True)
+    prepared = prepare(_out_of_fold(loaded, files), is_for_run=True)
     try:
         _demand_one_fold(prepared)
     except DataError:
@@ -201,7 +202,7 @@ def predict_held_out(
         raise
     report = run_prepared(prepared, display, False, began, owns_process)
     for member in report.members:
-        if member.status == "complete":
+        if member.status == "complete" and member.name in prepared.loaded.trained:
             target = files.oof(member.name)
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_temporary_files(target)
@@ -232,6 +233,11 @@ def preview_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
     outdated: dict[str, dict[int | None, str]] = {}
     for name, group in itertools.groupby(trainings, lambda training: training.model.name):
         of_member = [*group]
+        inputs = [item for item in of_member[0].model.input_names if item in outdated]
+        if inputs:
+            why = f"the predictions of {listed(inputs, 5, str)} change"
+            of_member = [replace(training, is_done=False, why=why) for training in of_member]
+        sentences += texts_by_reason(of_member, "would be trained anew")
         if any(training.why for training in of_member):
             outdated[name] = {item.part.fold: item.why for item in of_member if not item.is_done}
         done = [item.part for item in of_member if item.is_done]
@@ -240,7 +246,7 @@ def preview_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
             sentences.append(
                 f"{name}: {listed(back, 10, str)}: trained already, and used again by train or run"
             )
-    sentences += [*texts_by_reason(trainings, "would be trained anew"), consent_text(trainings)]
+    sentences.append(consent_text(trainings))
     return replace(loaded, outdated=outdated), [*filter(None, sentences), *data.remarks]
 
 
@@ -346,24 +352,71 @@ def outdated_texts(loaded: LoadedConfig, outcome: str) -> list[str]:
 
 def _lost(config: RunConfig) -> Iterator[str]:
     """Yield the tables and base models that are gone, of those that a training needs."""
-    yield from (shown_path(path) for path in config.training_files if not path.exists())
+    inputs = [TrainingDir(config.output_dir).oof(name) for name in untrained_inputs(config)]
+    yield from (shown_path(path) for path in (*config.training_files, *inputs) if not path.exists())
     for model in config.trained_members:
         training = training_from_base(model)
         if training is not None and training.folder is None:
             yield f"the base model {shown_path(Path(training.base_model))}"
 
 
-def _train(
-    loaded: LoadedConfig,
-    files: TrainingDir,
-    display: Display,
-    signals: Signals,
-    data: TrainingData,
-    asked: Asked,
-    ends_at: float | None,
-) -> TrainingReport:
+@dataclass(frozen=True)
+class _Command:
+    """Hold what all trainings of a command share."""
+
+    loaded: LoadedConfig
+    files: TrainingDir
+    display: Display
+    signals: Signals
+    asked: Asked
+    began: float
+    ends_at: float | None
+    owns_process: bool
+
+    def only(self, names: Sequence[str]) -> LoadedConfig:
+        """Return the config without other members that are trained, for a run until trainings have to end."""
+        config = self.loaded.config
+        models = tuple(model for model in config.models if model.training is None or model.name in names)
+        time_limit = None if self.ends_at is None else self.ends_at - self.began
+        changes = {"models": models, "time_limit": time_limit}
+        return replace(self.loaded, config=config.model_copy(update=changes))
+
+
+def _train(command: _Command, data: TrainingData) -> TrainingReport:
+    """Train all members, those that read others (``inputs``) after these have predicted the training table."""
+    loaded, files, display = command.loaded, command.files, command.display
+    if command.asked.fresh and command.asked.fold is None:
+        shutil.rmtree(files.rungs, ignore_errors=True)
+    report, waiting = TrainingReport("complete", 0.0, ()), [*loaded.config.trained_members]
+    inputs = {name for model in waiting for name in model.input_names}
+    predicting: list[str] = []
+    while waiting:
+        names = {model.name for model in waiting}
+        models = [model for model in waiting if names.isdisjoint(model.input_names)]
+        waiting = [model for model in waiting if model not in models]
+        failures = {member.name: member.failure for member in report.members if member.failure}
+        if predicting and report.status != "time_limit":
+            display.say(f"out-of-fold predictions, to learn from: {listed(predicting, 5, str)}")
+            run = predict_held_out(command.only(predicting), display, command.began, command.owns_process)
+            data = data.with_inputs([item.name for item in run.members if item.status == "complete"], files)
+            failures |= {failure.member: failure.message for failure in run.failures}
+            report = replace(report, status="time_limit") if run.status == "time_limit" else report
+        for model in models:
+            failed = [name for name in model.input_names if name in failures]
+            if failed:
+                why = f"it reads the predictions of {failed[0]}, which failed: {failures[failed[0]]}"
+                report = report.with_failure(model.name, files.trained_rows(model.name).parent, why)
+        ready = {model.name: model for model in models if data.inputs.keys() >= {*model.input_names}}
+        data = replace(data, members=ready)
+        report = _train_together(command, data, report)
+        predicting += [name for name in ready if name in inputs and not missing_parts(loaded, ready[name])]
+    return report
+
+
+def _train_together(command: _Command, data: TrainingData, earlier: TrainingReport) -> TrainingReport:
     """Sort out what is trained already, write the tables of the other trainings, and run these."""
-    config = loaded.config
+    loaded, files, display, asked = command.loaded, command.files, command.display, command.asked
+    config, signals, ends_at = loaded.config, command.signals, command.ends_at
     trainings = [_take_up(config, files, training, display) for training in _trainings(config, files, data)]
     chosen = [training for training in trainings if asked.fold in (None, training.part.fold)]
     others = [training for training in trainings if training not in chosen]
@@ -390,16 +443,14 @@ def _train(
             write_record(files.begun(name, part), Seal(dict(training.made_of), record))
         if is_done or is_asked:
             to_run.append(replace(training, is_done=is_done))
-    for model in config.trained_members:
+    for model in data.members.values():
         names = [training.part.text for training in to_run if training.model is model and training.is_done]
         if names:
             display.say(f"{model.name}: trained already: {listed(names, 10, str)}")
-    if asked.fresh and asked.fold is None:
-        shutil.rmtree(files.rungs, ignore_errors=True)
     data.write_folds(files.folds)
     lacking = [training for training in to_run if not training.is_done]
     _write_data(config, files, data, lacking, ends_at)
-    return TrainingRun(loaded, files, to_run, display, signals, data.file_states, ends_at).run()
+    return TrainingRun(loaded, files, to_run, earlier, display, signals, data.file_states, ends_at).run()
 
 
 def _take_up(config: RunConfig, files: TrainingDir, training: Training, display: Display) -> Training:
@@ -422,8 +473,8 @@ def _take_up(config: RunConfig, files: TrainingDir, training: Training, display:
 
 
 def _trainings(config: RunConfig, files: TrainingDir, data: TrainingData) -> Iterator[Training]:
-    """Yield the trainings of all members, with the commands that do them."""
-    for model in config.trained_members:
+    """Yield the trainings of all members that the data is for, with the commands that do them."""
+    for model in data.members.values():
         from_base, settings = training_from_base(model), made_of(config, model)
         for part in parts_of(model, data.splits):
             if from_base is not None:
@@ -444,7 +495,7 @@ def _trainings(config: RunConfig, files: TrainingDir, data: TrainingData) -> Ite
 def _users_command(files: TrainingDir, data: TrainingData, model: MemberConfig, part: Part) -> list[str]:
     assert model.training is not None
     values = {
-        "train": str(files.train_file(part, data.suffix).absolute()),
+        "train": str(files.train_file(part, data.suffix, model).absolute()),
         "fold": ALL_ROWS if part.fold is None else str(part.fold),
         "out": str(files.unfinished(model.name, part).absolute()),
     }
@@ -481,10 +532,12 @@ def _write_data(
     """Write what the commands read: a table for each part of users' commands, and the trainer's specs."""
     table = files.root / "data/table.arrow"
     table.parent.mkdir(exist_ok=True)
-    for part in dict.fromkeys(training.part for training in trainings if training.from_base is None):
-        data.write_for_command(files.train_file(part, data.suffix), data.rows_of(part.fold))
+    by_command = [item for item in trainings if item.from_base is None]
+    by_file = {files.train_file(item.part, data.suffix, item.model): item for item in by_command}
+    for file, item in by_file.items():
+        data.write_for_command(file, data.rows_of(item.part.fold), item.model.name)
     to_train = {training.model.name for training in trainings}
-    for model in config.trained_members:
+    for model in data.members.values():
         rows = files.trained_rows(model.name)
         if model.name in to_train or not fold_count(rows):
             write_trained_rows(rows, data.trained_rows(model.name))
@@ -513,25 +566,32 @@ def _write_data(
         write_text(files.spec(training.model.name, training.part), json.dumps(spec))
 
 
-def _out_of_fold(loaded: LoadedConfig, output_dir: Path) -> LoadedConfig:
-    """Return the config of the run: the folds' models of trained members, over the training table."""
-    models: list[MemberConfig] = []
-    for model in loaded.config.trained_members:
-        assert model.training is not None
-        train = model.training.model_copy(update={"predict_with": "folds"})
-        models.append(model.model_copy(update={"train": train, "calibration": None}))
-    data = loaded.config.training_data
-    return derived_run(loaded, models, output_dir, data=data, fill="uniform", training=None)
+def _out_of_fold(loaded: LoadedConfig, files: TrainingDir) -> LoadedConfig:
+    """Return the config of the run: the folds' models of trained members, over the training table.
+
+    An input that is not trained has the predictions that its readers have learned from.
+    """
+    config, models = loaded.config, list[MemberConfig]()
+    for model in config.models:
+        if model.training is not None:
+            train = model.training.model_copy(update={"predict_with": "folds"})
+            models.append(model.model_copy(update={"train": train, "calibration": None}))
+        elif model.name in untrained_inputs(config):
+            activation = learned_activation(config)
+            keys = {"name": model.name, "path": files.oof(model.name), "activation": activation}
+            models.append(KINDS.load("csv").Settings.model_validate(keys))
+    data = config.training_data
+    return derived_run(loaded, models, files.oof_run, data=data, fill="uniform", training=None)
 
 
 def _demand_one_fold(prepared: Prepared) -> None:
     """Raise a DataError if a row of the table is in no fold of a member, so that every model would predict it."""
-    for model in prepared.config.models:
-        jobs = jobs_of(prepared.models, model.name)
+    for name in prepared.loaded.trained:
+        jobs = jobs_of(prepared.models, name)
         rows = [prepared.job_rows[job.name] for job in jobs if job.name in prepared.job_rows]
         strange = int(np.all(rows, axis=0).sum()) if rows else prepared.table.rows
         if strange:
             raise DataError(
-                f"{prepared.config.data.path}: {plural(strange, 'row')} of it {model.name} was not trained on; run "
+                f"{prepared.config.data.path}: {plural(strange, 'row')} of it {name} was not trained on; run "
                 "`ensemble train CONFIG` again, which trains on the table as it is now"
             )

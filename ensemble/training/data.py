@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import chain
@@ -18,8 +18,8 @@ from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.files import FileState, atomic_path, file_state
 from ensemble.common.protocol import Activation
 from ensemble.common.shards import file_sha256
-from ensemble.common.text import listed, plural, quoted
-from ensemble.config import LoadedConfig, RunConfig
+from ensemble.common.text import listed, plural, quoted, shown_path
+from ensemble.config import LoadedConfig, MemberConfig, RunConfig
 from ensemble.config.schema import TrainingConfig
 from ensemble.data.csv_file import write_csv
 from ensemble.data.digests import find_rows, with_another
@@ -27,7 +27,6 @@ from ensemble.data.file_rows import FileRows
 from ensemble.data.formats import column_names, copy_rows, file_extension
 from ensemble.data.ids import ID_COLUMN
 from ensemble.data.input_file import first_ids
-from ensemble.data.row_files import FileCells
 from ensemble.data.table import InputTable
 from ensemble.data.trained_rows import IN_ALL_FOLDS, TrainedRows
 from ensemble.jobs.job import compile_models
@@ -35,7 +34,8 @@ from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.checks import Problems
 from ensemble.pipeline.member_views import member_columns, member_files, member_views
-from ensemble.pipeline.training_dir import OF_TABLES
+from ensemble.pipeline.trained_members import RowKey, keys_of_rows
+from ensemble.pipeline.training_dir import OF_TABLES, TrainingDir
 from ensemble.training.tables import LabelledTable, Rows, divide, place_extra_rows, read_labelled_table
 
 _Values: TypeAlias = npt.NDArray[np.float64]
@@ -51,8 +51,9 @@ class TrainingData:
         folds: of all rows, int64 [rows], from 0 to ``splits`` - 1; those of extra tables are ``IN_ALL_FOLDS``, or
             have the fold of their group if the training table has that group.
         groups: of rows that stay together, int64 [rows]; None: there are no groups.
-        columns: that a member reads in any of its views, by the member's name.
-        files: the column that names files, by name of the members that read files.
+        row_keys: by what the rows that a member was trained on are recognized, by the member's name.
+        members: that are trained on it, by name.
+        inputs: out-of-fold predictions of members that others read, where there are any, float64 [rows, labels].
         commands: the members that are trained by a command.
         file_states: of the files that were read, by absolute path.
         notes: sentences for the user about how the tables were read.
@@ -62,8 +63,9 @@ class TrainingData:
     table: InputTable
     folds: Rows
     groups: Rows | None
-    columns: Mapping[str, tuple[str, ...]]
-    files: Mapping[str, FileCells]
+    row_keys: Mapping[str, RowKey]
+    members: Mapping[str, MemberConfig]
+    inputs: Mapping[str, _Values]
     commands: frozenset[str]
     file_states: Mapping[str, FileState]
     notes: tuple[str, ...] = ()
@@ -96,14 +98,18 @@ class TrainingData:
 
     def trained_rows(self, member: str) -> TrainedRows:
         """Return which rows a member's models have seen."""
-        digests = self.table.row_digests(self.columns[member], self.files.get(member))
-        return TrainedRows(digests, self.folds)
+        return TrainedRows(self.table.row_digests(*self.row_keys[member]), self.folds)
+
+    def with_inputs(self, names: Iterable[str], files: TrainingDir) -> TrainingData:
+        """Return the data with what ``oof/`` has of these members; raise DataError if a row lacks there."""
+        inputs = {name: self.main.values_in(files.oof(name)) for name in names}
+        return replace(self, inputs={**self.inputs, **inputs})
 
     def digests(self, member: str, fold: int | None) -> dict[str, str]:
         """Return digests of all in the tables that a training depends on, by what a user calls it (``OF_TABLES``).
 
         For the built-in way these are the cells that the member reads, of rows outside the fold alone; for a
-        command, which may read any column, the whole files.
+        command, which may read any column, the whole files; and predictions of inputs, if they are there yet.
         """
         rows = self.main.table.rows
         is_held_out = np.zeros(len(self.folds), np.bool_) if fold is None else self.folds == fold
@@ -125,6 +131,10 @@ class TrainingData:
             for value in values:
                 hashed.update(value.encode() if isinstance(value, str) else value.tobytes())
             digests[name] = hashed.hexdigest()
+        for name in self.members[member].input_names:
+            if name in self.inputs:
+                values = self.inputs[name][~is_held_out]
+                digests[f"the predictions of {name}"] = blake2b(values.tobytes(), digest_size=32).hexdigest()
         return digests
 
     @cached_property
@@ -169,11 +179,11 @@ class TrainingData:
                 columns[f"prob_{label}"] = values
         return columns
 
-    def write_for_command(self, path: Path, rows: Rows) -> None:
+    def write_for_command(self, path: Path, rows: Rows, member: str = "") -> None:
         """Write a file like the training table's: some of its rows with all of their cells, and some extra rows.
 
         Extra rows have the columns that both tables have, and their labels in the training table's columns; other
-        cells are empty. ``added_columns`` come last.
+        cells are empty. ``added_columns`` come last, and then predictions of the inputs of the ``member``.
 
         Args:
             rows: the numbers of the rows, rising.
@@ -186,6 +196,10 @@ class TrainingData:
         for extra, numbers in self._extra_rows(rows):
             extras.append((extra.data.path, extra.rows_like(source).take(pa.array(numbers))))
         added = {name: values[rows] for name, values in self.added_columns.items()}
+        if member:
+            model = self.members[member]
+            values = [column[rows] for name in model.input_names for column in self.inputs[name].T]
+            added |= zip(model.input_columns(self.main.labels), values, strict=True)
         with atomic_path(path) as temporary:
             numbers = rows[rows < self.main.table.rows]
             if self.main.table.file_rows is not None:
@@ -209,7 +223,7 @@ class TrainingData:
         has_fold = self.folds >= 0
         in_folds = np.zeros(self.table.rows, np.bool_)
         in_extras, with_labels = in_folds.copy(), in_folds.copy()
-        for names in {*self.columns.values()} - {()}:
+        for names in {key.columns for key in self.row_keys.values() if not key.with_ids} - {()}:
             digests = self.table.row_digests(names)
             in_folds[:rows] |= with_another(digests[has_fold], self.folds[has_fold])[:rows]
             in_extras[:rows] |= find_rows(digests[:rows], digests[~has_fold]) >= 0
@@ -245,7 +259,7 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
     config, problems = loaded.config, Problems()
     training, data = config.training or TrainingConfig(), config.training_data
     states = {str(path.absolute()): file_state(path) for path in config.training_files}
-    activation = _activation(config)
+    activation = learned_activation(config)
     models = compile_models(config.models, config.labels)
     trained = {model.name: model.training for model in config.trained_members}
     outputs = OutputColumns.of(data, config.labels)
@@ -272,8 +286,9 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
             table = read_labelled_table(keys, config, views, activation, extra.labels, also, extra.weight)
             tables.append(table)
     problems.raise_any()
-    columns = member_columns(views, trained)
-    joined = tables[0].table.only([*dict.fromkeys(chain.from_iterable(columns.values()))])
+    files = member_files(models, data.path.parent)
+    row_keys = keys_of_rows(config.models, trained, member_columns(views, trained), files)
+    joined = tables[0].table.only([*dict.fromkeys(chain(*(key.columns for key in row_keys.values())))])
     for other in tables[1:]:
         joined = joined.followed_by(other.table, other.data.path)
     extra_folds, extra_groups = place_extra_rows(tables[1:], folds, groups)
@@ -282,18 +297,29 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
         table=joined,
         folds=np.append(folds, extra_folds),
         groups=None if groups is None else np.append(groups.numbers, extra_groups),
-        columns=columns,
-        files=member_files(models, data.path.parent),
+        row_keys=row_keys,
+        members={model.name: model for model in config.trained_members},
+        inputs={},
         commands=frozenset(name for name, train in trained.items() if train is not None and train.command),
         file_states={path: state for path, state in states.items() if state is not None},
         notes=tuple(notes),
     )
     problems.add(_problems(result), DataError)
+    directory = TrainingDir(config.output_dir)
+    for name, reader in untrained_inputs(config).items():
+        if not directory.oof(name).is_file():
+            text = (
+                f"{shown_path(directory.oof(name))}: no such file; {reader} learns from {name} (inputs), which has "
+                f"no train: put DIR/predictions/{name}.csv there after `ensemble run CONFIG --set data.path="
+                f"{shown_path(data.path)} --set output_dir=DIR`, where CONFIG has {name} alone, with a model that "
+                "has not seen these rows"
+            )
+            problems.add([text], DataError)
     problems.raise_any()
-    return result
+    return result.with_inputs(untrained_inputs(config), directory)
 
 
-def _activation(config: RunConfig) -> Activation:
+def learned_activation(config: RunConfig) -> Activation:
     """Return what the members learn; raise ConfigError if they differ."""
     activations = {
         member_kind(model).learned_activation(len(config.labels)) for model in config.trained_members
@@ -319,9 +345,19 @@ def _problems(data: TrainingData) -> Iterator[str]:
                     f"training.folds: all rows with the label {quoted(label)} are held out in 1 fold ({folds[0]}), "
                     "and none is left to train on; choose other folds, or add rows of it to training.extra"
                 )
-    twice = [name for name in column_names(path) if name in data.added_columns]
+    columns = [name for model in data.members.values() for name in model.input_columns(data.main.labels)]
+    twice = [name for name in column_names(path) if name in (*data.added_columns, *columns)]
     if data.commands and twice:
         yield (
             f"{path}: has {listed(twice)}, where the files for train.command have weights or probabilities; "
             "rename these columns"
         )
+    if columns and len(data.tables) > 1:
+        yield "training.extra: there are no out-of-fold predictions of its rows for inputs; drop one of the two"
+
+
+def untrained_inputs(config: RunConfig) -> dict[str, str]:
+    """Return the members without ``train`` that a trained one reads, each with the name of that one."""
+    trained = {model.name: model for model in config.trained_members}
+    names = {name: model.name for model in trained.values() for name in model.input_names}
+    return {name: reader for name, reader in names.items() if name not in trained}

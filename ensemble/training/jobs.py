@@ -54,6 +54,7 @@ class TrainingRun(RunHooks):
 
     Attributes:
         trainings: all that are asked for; those that are not done are run.
+        earlier: how this command's trainings of other members have ended.
         watched: the states of the tables, which should not change meanwhile, by absolute path.
         ends_at: when all must have stopped, by ``boot_seconds``; None: no limit.
     """
@@ -61,6 +62,7 @@ class TrainingRun(RunHooks):
     loaded: LoadedConfig
     files: TrainingDir
     trainings: Sequence[Training]
+    earlier: TrainingReport
     display: Display
     signals: Signals
     watched: Mapping[str, FileState]
@@ -109,7 +111,7 @@ class TrainingRun(RunHooks):
                 scheduler.run()
             self.signals.check()
             self._fail_unusable()
-            status = "complete" if all(state.finished for state in states) else "time_limit"
+            status = self.earlier.status if all(state.finished for state in states) else "time_limit"
             if any(state.failure is not None for state in states):
                 status = "failed"
         finally:
@@ -128,7 +130,7 @@ class TrainingRun(RunHooks):
 
     def _report(self, status: Status) -> TrainingReport:
         """Write how far all trainings are to training.json, and return it."""
-        members = []
+        members = [*self.earlier.members]
         for name, trainings in itertools.groupby(self.trainings, lambda training: training.model.name):
             state = self._states.get(name)
             folder = str(self.files.trained_rows(name).parent.absolute())
@@ -139,7 +141,7 @@ class TrainingRun(RunHooks):
             faults = () if state is None else tuple(state.faults)
             parts = tuple(map(self._part, trainings))
             members.append(MemberRecord(name, folder, parts, faults, failure))
-        seconds = round(boot_seconds() - self._began, 3)
+        seconds = round(self.earlier.seconds + boot_seconds() - self._began, 3)
         report: TrainingReport = self.loaded.redactor.document(
             TrainingReport(status, seconds, tuple(members))
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -96,6 +96,11 @@ class TrainingReport:
     status: Status
     seconds: float
     members: tuple[MemberRecord, ...]
+
+    def with_failure(self, name: str, folder: Path, failure: str) -> TrainingReport:
+        """Return the report with a member that cannot be trained."""
+        member = MemberRecord(name, str(folder.absolute()), (), (), failure)
+        return replace(self, status="failed", members=(*self.members, member))
 
 
 def write_record(path: Path, record: Seal | TrainingReport) -> None:

@@ -69,6 +69,10 @@ class LabelledTable:
         """Return for which rows a single label is to be learned, without doubt: [rows]."""
         return np.asarray((self.targets.max(axis=1) == 1) & (self.targets.sum(axis=1) == 1))
 
+    def values_in(self, path: Path) -> _Values:
+        """Return the probabilities, or numbers, that a file has of all rows; raise DataError if it lacks some."""
+        return _probabilities(path, self.data, self.labels, self.table, self.activation)
+
     def rows_like(self, other: DataConfig) -> pa.Table:
         """Return all rows with the columns of another table that this one has, too, and with its label columns."""
         label_columns = other.truth_columns(self.labels)
@@ -114,6 +118,7 @@ def read_labelled_table(
     table = read_table(data.path, with_columns(needs, views))
     if probabilities is not None:
         targets = _probabilities(probabilities, data, config.labels, table, activation)
+        targets = targets / targets.sum(axis=1, keepdims=True) if activation == "softmax" else targets
     elif table.truth is None:
         raise DataError(f"{data.path}: its labels are not named; give label_column, label_columns or labels")
     elif table.truth.ndim == 1:
@@ -146,7 +151,7 @@ def _probabilities(
         check.refuse()
     except MergeError as error:
         raise DataError(error.problems) from None
-    return values / values.sum(axis=1, keepdims=True) if activation == "softmax" else values
+    return values
 
 
 def divide(table: LabelledTable, config: FoldsConfig) -> tuple[Rows, DistinctCells | None]:
