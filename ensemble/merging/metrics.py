@@ -520,8 +520,8 @@ def _auc(sums: Values, count: Values, is_exclusive: bool) -> Values:
 def _rank_sums(rows: Rows) -> Values:
     """Return structural components of the ranks' covariance and of both variances, of one label, [rows, 3].
 
-    A rank is the share of rows below, equal ones by half, less one half. A row counts by its ranks, and by those
-    above, which it raises (minus those below: all sum to 0). So resamples are ranked anew, but for terms of 1 / rows.
+    A rank is the share of rows below, equal ones by half, less 1/2. A row counts by its ranks, and by those above,
+    which it raises (minus those below: all sum to 0). So resamples are ranked anew, but for terms of 1 / rows.
     """
     sides = [np.unique(side, return_inverse=True)[1] for side in (rows.known.truth, rows.values)]
     ranks = [_below(side, np.ones(len(side))) - 0.5 for side in sides]

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy.special import expit
+from sklearn.isotonic import IsotonicRegression
 from sklearn.metrics import f1_score, roc_auc_score
 
 import ensemble
@@ -309,3 +310,17 @@ def test_numbers_have_their_metrics_by_group(rules: Rules) -> None:
         squares = pd.Series((yes - truth) ** 2).groupby(rules.rule).mean()
         expected = float(np.sqrt(squares).mean())
         assert scores[name].metrics["rmse by rule"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_run_follows_the_isotonic_lines_that_fit_writes(rules: Rules, tmp_path: Path) -> None:
+    config, weights = rules.run(report=False), tmp_path / "weights.yaml"
+    report = ensemble.fit(config, calibration="isotonic", output=weights, quiet=True)
+    run = ensemble.run([config, weights], quiet=True)
+    mean = np.zeros(ROWS)
+    for member in report.members:
+        line = IsotonicRegression(out_of_bounds="clip").fit(rules.values[member.name], rules.truth)
+        mean += (member.weight or 0.0) * line.predict(rules.values[member.name])
+    ensemble_values = run.ensemble["yes"].to_numpy()
+    in_file = pd.Series(mean, index=rules.table["row"])[run.ensemble.index].to_numpy()
+    assert ensemble_values == pytest.approx(in_file, abs=2e-6)  # weights have six digits
+    assert (run.report.scores["ensemble"].log_loss or 9.0) < report.score

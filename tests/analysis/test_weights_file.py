@@ -87,7 +87,6 @@ def test_fitted_weights_of_the_demo_do_not_lose_and_it_says_what_is_noise(projec
     "options",
     [
         {"calibration": "temperature"},
-        {"calibration": "isotonic"},
         {"calibration": "vector", "merge_method": "geometric_mean"},
         {"method": "stacking", "calibration": "temperature"},
         {"metric": "accuracy"},

@@ -248,6 +248,7 @@ GOOD: Final[dict[str, Any]] = {
     "output_dir": "runs/first",
     "copy_to": "file:///results/first",
     "report_to": ["trackio", "mlflow"],
+    "metrics": [{"name": "auc", "group": "t"}, {"name": "macro_f1"}],
     "limit": 5,
     "seed": 1,
     "devices": [0, "GPU-1"],

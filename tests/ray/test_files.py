@@ -147,7 +147,7 @@ from helper import offset
 
 def setup(context):
     with open(context.kwargs["numbers"]) as file:
-        return float(file.read())
+        return float(file.read()) + float((context.model / "deep/number.txt").read_text())
 
 def predict(frame, context):
     lengths = frame["text"].str.len().to_numpy(dtype=float)
@@ -195,6 +195,8 @@ def write_members_of_every_kind(project: Project) -> list[dict[str, Any]]:
     (folder / "code" / "infer.py").write_text(PROGRAM)
     (folder / "code" / "helper.py").write_text("def offset():\n    return 1\n")
     (folder / "numbers.txt").write_text("3")
+    (models / "mine/deep").mkdir(parents=True)
+    (models / "mine/deep/number.txt").write_text("0.5")
     swap = {"columns": ["text", "other"], "labels": ["winner_a", "winner_b"]}
     views = [{"name": "as_is"}, {"name": "swapped", "swap": swap, "when": {"share": 0.5}}]
     of_base = {"label_map": {"LABEL_0": "tie", "LABEL_1": "winner_a", "LABEL_2": "winner_b"}}
@@ -231,7 +233,7 @@ def write_members_of_every_kind(project: Project) -> list[dict[str, Any]]:
         {
             **{"name": "mine", "task_type": "python", "predict": "code/mine.py:predict", "setup": "setup"},
             **{"columns": ["text"], "kwargs": {"numbers": "numbers.txt"}, "depends_on": ["numbers.txt"]},
-            "num_gpus": 0,
+            **{"model": "models/mine", "num_gpus": 0},
         },
         {
             **{"name": "script", "task_type": "command", "columns": ["text"], "rows_per_call": 15},
