@@ -130,6 +130,7 @@ def test_three_stages_each_read_the_one_before(stages: Project) -> None:
     merged = (values(stages, "second") + values(stages, "third")) / 2
     np.testing.assert_allclose(stages.values("runs/first/ensemble.csv"), merged, rtol=1e-12)
     assert [each["inputs"] for each in stages.run_json()["members"]] == [[], ["base"], ["second"]]
+    assert stages.run_json()["comparisons"] == {}, "those are of members that have some of the rows"
     assert "third: reads the predictions of second" in stages.ensemble("status", "runs/first").stdout
 
 

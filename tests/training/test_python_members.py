@@ -138,7 +138,7 @@ def equal(values: npt.NDArray[np.float64], expected: npt.NDArray[np.float64]) ->
     np.testing.assert_allclose(values, expected, rtol=0, atol=1e-12)
 
 
-def test_its_out_of_fold_rows_and_new_ones_are_those_of_plain_scikit_learn(
+def test_its_out_of_fold_rows_are_those_of_plain_scikit_learn(
     learning: Learning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(learning.folder)
@@ -146,11 +146,6 @@ def test_its_out_of_fold_rows_and_new_ones_are_those_of_plain_scikit_learn(
     assert done.returncode == 0, done.stdout + done.stderr
     assert learning.calls() == ["gbm 0", "gbm 1"]
     equal(learning.values("runs/first/oof/gbm.csv"), learning.out_of_fold())
-    done = learning.ensemble("run", "config.yaml")
-    assert done.returncode == 0, done.stdout + done.stderr
-    equal(learning.values("runs/first/predictions/gbm.csv"), learning.mean_of_folds())
-    assert learning.run_json()["members"][0]["counters"]["rows"] == NEW * FOLDS
-
     # A changed script is another model, and is named.
     learning.script.write_text(f"{SCRIPT}# edited\n", encoding="utf-8")
     _, (sentence,) = preview_trainings(load([Path("config.yaml")]))
@@ -176,6 +171,7 @@ def test_a_run_trains_what_is_missing_for_two_members_of_one_script(learning: Le
     equal(learning.values("runs/first/predictions/gbm.csv"), first)
     equal(learning.values("runs/first/predictions/weak.csv"), second)
     equal(learning.values("runs/first/ensemble.csv"), (first + 3 * second) / 4)
+    assert learning.run_json()["members"][0]["counters"]["rows"] == NEW * FOLDS
 
 
 @pytest.mark.long
