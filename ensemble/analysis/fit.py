@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from numbers import Integral
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -165,7 +166,8 @@ class FitReport:
         options: what was fitted; of ``--method auto`` the options of the candidate that was chosen.
         rows: labelled rows that all members have and that no rule decides; further ``rows_left_out`` lack a member,
             ``rows_decided`` are decided by rules.
-        score: the metric on held-out rows.
+        score: the metric on held-out rows. Where each label has a threshold, this score, and each that it is
+            compared with, is by thresholds of its own, which are fitted to the other folds.
         equal: the same metric with equal weights; ``best`` is that of the member that is best on the other folds.
         best_member: the member that is best most often; ``best_in`` counts the folds in which it is.
         over_equal: how much better the score is than ``equal`` (below 0: worse); ``over_best`` compares it with
@@ -258,11 +260,14 @@ def fit_sample(
     blend = blend_fitter(values_to_merge(sample, calibrations, options), sample, options, metric)(None)
     order = [] if options.numbers else order_remarks([options.metric], sample.labels)
     usual = usual_answer(sample, options)
-    held_out, answers, best_members = _cross_validated(sample, options, metric, fold_of, usual, equal_pool)
-    merged, equal, best, *without = map(scorer.score, held_out)
+    held_out, decided, best_members = _cross_validated(sample, options, metric, fold_of, usual, equal_pool)
+    merged, equal, best, *of_members = map(scorer.score, decided if len(decided) > 1 else held_out)
+    if len(decided) <= 1:
+        of_members += map(scorer.score, sample.as_merged({}).members.values())
+    alone = of_members[-len(sample.members) :]
     thresholds: FittedThresholds | None = None
     if usual is not None:
-        score, of_usual = scorer.score(answers), scorer.score(answered(usual, held_out[0]))
+        score, of_usual = scorer.score(decided[0]), scorer.score(answered(usual, held_out[0]))
         fitted = fit_answer(held_out[0], sample.labelled, usual, metric, options.seed)
         thresholds = FittedThresholds(
             numbers=fitted.numbers,
@@ -277,10 +282,10 @@ def fit_sample(
             name=name,
             calibration=calibrations[name],
             weight=float(blend.weights[number]) if isinstance(blend, WeightedBlend) else None,
-            alone=scorer.score(values).value,
-            gain=scorer.gain(merged, without[number]) if without else None,
+            alone=alone[number].value,
+            gain=scorer.gain(merged, of_members[number]) if len(alone) > 1 else None,
         )
-        for number, (name, values) in enumerate(sample.as_merged({}).members.items())
+        for number, name in enumerate(sample.members)
     )
     interval = merged.interval
     ((best_number, best_in),) = Counter(best_members).most_common(1)
@@ -483,8 +488,7 @@ def blend_fitter(
             np.array([float(number != left_out) for number in numbers]), pool, kind
         )
     if options.method == "best_member":
-        values = [metric.value(known, member) for member in members]
-        scores = values if metric.greater_is_better else [-value for value in values]
+        scores = [*map(score_to_fit(sample, options, metric), members)]
 
         def best(left_out: int | None) -> Blend:
             allowed = [number for number in numbers if number != left_out]
@@ -499,13 +503,24 @@ def blend_fitter(
         )
     # A greedy selection tries hundreds of means, so that a sample of the rows must do.
     rows = sampled_rows(len(known), 20_000, options.seed)
-    known = known.taken(rows)
+    score = score_to_fit(sample.taken(rows), options, metric)
+    return partial(fit_greedy, [taken(values, rows) for values in members], score, pool, kind)
+
+
+def score_to_fit(sample: Predictions, options: Options, metric: Metric) -> Callable[[Values], float]:
+    """Return a function that scores values of these rows, float64 [rows, labels]; higher is better.
+
+    Where each label has a threshold, it is the score by the thresholds that are best for these values.
+    """
+    usual = usual_answer(sample, options)
 
     def score(values: Values) -> float:
-        value = metric.value(known, values)
+        if usual is not None and usual.above:
+            values = answered(fit_answer(values, sample.labelled, usual, metric, options.seed), values)
+        value = metric.value(sample.labelled, values)
         return value if metric.greater_is_better else -value
 
-    return partial(fit_greedy, [taken(values, rows) for values in members], score, pool, kind)
+    return score
 
 
 def _cross_validated(
@@ -515,46 +530,65 @@ def _cross_validated(
     fold_of: Rows,
     usual: Answer | None,
     equal_pool: Pool,
-) -> tuple[list[Values], Values, list[int]]:
+) -> tuple[list[Values], list[Values], list[int]]:
     """Merge each row by what was fitted to the other folds.
 
     Returns:
         values, float64 [rows, labels] each, of the ensemble, of equal weights, of the best member and, if there are
-        several members, of the ensembles without each of them; the ensemble's answers in the same form, by
-        fitted thresholds in place of the ``usual`` ones; and the number of the best member of each fold.
+        several members, of the ensembles without each of them; answers in the same form, by fitted thresholds in
+        place of the ``usual`` ones: of the ensemble, and where each label has a threshold of all these and of the
+        members; and the number of the best member of each fold.
     """
     count, shape = len(sample.members), (sample.rows, len(sample.labels))
-    merged, equal, best, *without = (np.empty(shape, order="F") for _ in range(3 + count * (count > 1)))
-    answers = np.empty((0, 0) if usual is None else shape)
-    best_members, is_exclusive = [], sample.activation == "softmax"
+    held_out = [np.empty(shape, order="F") for _ in range(3 + count * (count > 1))]
+    decided: list[Values] = []
+    if usual is not None:
+        decided = [np.empty(shape) for _ in range(len(held_out) + count if usual.above else 1)]
+    best_members = []
     equal_blend = WeightedBlend(np.ones(count), equal_pool, kind_of(sample.labelled))
     for fold in range(options.folds):
         is_scored = np.flatnonzero(fold_of == fold)
         others, scored = sample.taken(np.flatnonzero(fold_of != fold)), sample.taken(is_scored)
-        known = others.labelled
-        scores = [metric.value(known, values) for values in others.as_merged({}).members.values()]
-        best_members.append(int(np.argmax(scores) if metric.greater_is_better else np.argmin(scores)))
+        scores = map(score_to_fit(others, options, metric), others.as_merged({}).members.values())
+        best_members.append(int(np.argmax([*scores])))
         calibrations = fit_calibrations(others, options)
-        raw = [*scored.as_merged({}).members.values()]
-        members, ready = (values_to_merge(part, calibrations, options) for part in (others, scored))
-        method = blend_fitter(members, others, options, metric)
-        blend = method(None)
-        best[is_scored] = raw[best_members[-1]]
-        equal[is_scored] = equal_blend.merge(raw)
-        merged[is_scored] = blend.merge(ready)
-        if usual is not None:
-            fitted_to, tried_on = blend.merge(members), merged[is_scored]
-            others.post.merged(0, fitted_to, is_exclusive)
-            scored.post.merged(0, tried_on, is_exclusive)
-            answer = fit_answer(fitted_to, known, usual, metric, options.seed)
-            answers[is_scored] = answered(answer, tried_on)
-        for number, values in enumerate(without):
-            has_weight = isinstance(blend, StackingFit) or blend.weights[number] > 0
-            values[is_scored] = method(number).merge(ready) if has_weight else merged[is_scored]
-    held_out = [merged, equal, best, *without]
-    for values in held_out:
-        sample.post.merged(0, values, is_exclusive)
-    return held_out, answers, best_members
+        method = blend_fitter(values_to_merge(others, calibrations, options), others, options, metric)
+        blends = [method(None)]
+        for number in range(count if count > 1 else 0):
+            has_weight = isinstance(blends[0], StackingFit) or blends[0].weights[number] > 0
+            blends.append(method(number) if has_weight else blends[0])
+
+        merged = partial(_merged_ways, calibrations, options, blends, equal_blend, best_members[-1])
+        ways = [*merged(scored)]
+        for target, values in zip(held_out, ways, strict=False):
+            target[is_scored] = values
+        for target, fitted_to, values in zip(decided, merged(others), ways, strict=False):
+            assert usual is not None
+            answer = fit_answer(fitted_to, others.labelled, usual, metric, options.seed)
+            target[is_scored] = answered(answer, values)
+    return held_out, decided, best_members
+
+
+def _merged_ways(
+    calibrations: Calibrations,
+    options: Options,
+    blends: Sequence[Blend],
+    equal: WeightedBlend,
+    best_member: int,
+    part: Predictions,
+) -> Iterator[Values]:
+    """Yield what rows get from the first blend, equal weights, the best member, other blends and each member."""
+    raw, ready = [*part.as_merged({}).members.values()], values_to_merge(part, calibrations, options)
+    first, *others = blends
+    merged = chain(
+        (first.merge(ready), equal.merge(raw), raw[best_member]),
+        (blend.merge(ready) for blend in others),
+        raw,
+    )
+    for values in merged:
+        values = values.copy(order="F")
+        part.post.merged(0, values, part.activation == "softmax")
+        yield values
 
 
 def with_folds_to_score(sample: Predictions, options: Options, metric: Metric) -> tuple[Predictions, Options]:
@@ -670,8 +704,8 @@ def compare_candidates(
     ]
     ways = sorted((way for way in problems if not problems[way]), key=lambda way: fitted_numbers(sample, way))
     fold_of = folds_of(sample, options)
-    held_out = _held_out(ways, sample, metric, fold_of)
-    scores = _scores(held_out, sample, metric, fold_of)
+    held_out, decided = _held_out(ways, sample, metric, fold_of)
+    scores = _scores(decided or held_out, sample, metric, fold_of)
     log_losses: dict[Options, tuple[float, Interval]] = {}
     if options.score_name == LOG_LOSS:
         log_losses = scores
@@ -712,9 +746,17 @@ def _ways(sample: Predictions, options: Options) -> Iterator[Options]:
 
 def _held_out(
     ways: Sequence[Options], sample: Predictions, metric: Metric, fold_of: Rows
-) -> dict[Options, Values]:
-    """Return what each way merges, float64 [rows, labels], each row by a fit to the other folds."""
-    held_out = {way: np.empty((sample.rows, len(sample.labels)), order="F") for way in ways}
+) -> tuple[dict[Options, Values], dict[Options, Values]]:
+    """Merge each row in each way, by a fit to the other folds.
+
+    Returns:
+        values, float64 [rows, labels], by way; and where each label has a threshold, answers in the same form.
+    """
+    shape, is_exclusive = (sample.rows, len(sample.labels)), sample.activation == "softmax"
+    held_out, decided = {way: np.empty(shape, order="F") for way in ways}, dict[Options, Values]()
+    usual = usual_answer(sample, ways[0])
+    if usual is not None and usual.above:
+        decided = {way: np.empty(shape) for way in ways}
     for fold in range(int(fold_of.max()) + 1):
         is_scored = np.flatnonzero(fold_of == fold)
         others, scored = sample.taken(np.flatnonzero(fold_of != fold)), sample.taken(is_scored)
@@ -725,10 +767,16 @@ def _held_out(
             calibrations = fit_calibrations(others, of_calibration[0])
             for way in of_calibration:
                 members, ready = (values_to_merge(part, calibrations, way) for part in (others, scored))
-                held_out[way][is_scored] = blend_fitter(members, others, way, metric)(None).merge(ready)
-    for values in held_out.values():
-        sample.post.merged(0, values, sample.activation == "softmax")
-    return held_out
+                blend = blend_fitter(members, others, way, metric)(None)
+                values = blend.merge(ready)
+                scored.post.merged(0, values, is_exclusive)
+                held_out[way][is_scored] = values
+                if usual is not None and decided:
+                    fitted_to = blend.merge(members)
+                    others.post.merged(0, fitted_to, is_exclusive)
+                    answer = fit_answer(fitted_to, others.labelled, usual, metric, way.seed)
+                    decided[way][is_scored] = answered(answer, values)
+    return held_out, decided
 
 
 def _scores(

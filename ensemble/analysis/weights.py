@@ -35,6 +35,7 @@ from ensemble.merging.calibration import EPSILON, features, probabilities_of
 from ensemble.merging.methods.base import Values
 from ensemble.merging.methods.weighted_mean import weighted_mean
 from ensemble.merging.metrics import (
+    METRICS,
     MICRO_F1,
     QUADRATIC_KAPPA,
     LabelledRows,
@@ -423,7 +424,8 @@ def fit_answer(values: Values, known: LabelledRows, start: Answer, metric: Metri
         return fit_thresholds(values, known, start.numbers, seed)
     above, is_exclusive = np.array(start.above), known.activation == "softmax"
     # One threshold for all labels, or one for each.
-    for labels in [start.labels] if metric.name == MICRO_F1 else start.labels[:, None]:
+    is_common = metric.of_sums is METRICS[MICRO_F1].of_sums
+    for labels in [start.labels] if is_common else start.labels[:, None]:
         truth = known.truth if is_exclusive else known.truth[:, labels].reshape(-1, 1)
         rows = LabelledRows(truth, known.activation, possible=None, folds=None)
         above[labels] = _best_threshold(values[:, labels].ravel(), rows, metric)

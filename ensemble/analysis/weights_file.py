@@ -358,10 +358,11 @@ def verdicts(report: FitReport) -> Iterator[str]:
         over = report.thresholds.over_halfway
         answer = ", ".join(f"{key}: {numbers}" for key, numbers in _answer(report.thresholds).items())
         yield f"Thresholds, as a column of the submission has them: {{answer: {{{answer}}}}}"
-        yield (
-            f"Held-out {metric} of these answers {_number(report.thresholds.score, over)}. "
-            f"{_against('rounding' if report.thresholds.numbers else '0.5', report.thresholds.halfway, over)}"
-        )
+        if report.thresholds.numbers:
+            score = f"Held-out {metric} of these answers {_number(report.thresholds.score, over)}. "
+            yield score + _against("rounding", report.thresholds.halfway, over)
+        else:
+            yield _against("thresholds of 0.5", report.thresholds.halfway, over)
     if report.rows_left_out:
         whole = report.rows + report.rows_left_out + report.rows_decided
         yield (

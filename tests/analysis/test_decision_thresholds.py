@@ -12,7 +12,7 @@ import yaml
 from sklearn.metrics import f1_score
 
 import ensemble
-from ensemble.analysis.fit import FitReport, Options, fit, folds
+from ensemble.analysis.fit import FitReport, Method, Options, fit, folds
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.weights import answered, fit_answer
 from ensemble.data.answers import Answer
@@ -125,11 +125,23 @@ def test_on_the_other_half_they_are_hardly_ever_worse_than_one_half(metric: str)
     assert better >= 38
 
 
-def report_of(values: np.ndarray, truth: np.ndarray, metric: str) -> FitReport:
+def report_of(
+    values: np.ndarray, truth: np.ndarray, metric: str, *others: np.ndarray, method: Method | None = None
+) -> FitReport:
     ids = pa.chunked_array([[str(row) for row in range(len(values))]])
-    members = {"member": np.asfortranarray(values)}
-    predictions = Predictions(ids, tuple(LABELS), members, {"member": "sigmoid"}, truth)
-    return fit(predictions, Options(metric=metric))
+    members = {f"member {number}": np.asfortranarray(each) for number, each in enumerate((values, *others))}
+    predictions = Predictions(ids, tuple(LABELS), members, dict.fromkeys(members, "sigmoid"), truth)
+    return fit(predictions, Options(metric=metric, method=method))
+
+
+def decided_by_other_folds(values: np.ndarray, truth: np.ndarray, metric: str) -> np.ndarray:
+    """Return which labels are above thresholds that are fitted to the other folds, [rows, labels]."""
+    fold_of, decided = folds(truth, 5, 0), np.empty(values.shape)
+    for fold in range(5):
+        answer = fitted(values[fold_of != fold], truth[fold_of != fold], metric)
+        assert answer.above != HALVES.above
+        decided[fold_of == fold] = values[fold_of == fold] >= answer.above
+    return decided
 
 
 @pytest.mark.long
@@ -148,11 +160,7 @@ def test_the_interval_of_the_gain_holds_the_true_gain(metric: str) -> None:
 def test_the_score_is_of_rows_that_the_thresholds_were_not_fitted_to() -> None:
     values, truth = emotions(400, 1)
     report = report_of(values, truth, "macro_f1")
-    fold_of, decided = folds(truth, 5, 0), np.empty(values.shape)
-    for fold in range(5):
-        answer = fitted(values[fold_of != fold], truth[fold_of != fold], "macro_f1")
-        assert answer.above != HALVES.above
-        decided[fold_of == fold] = values[fold_of == fold] >= answer.above
+    decided = decided_by_other_folds(values, truth, "macro_f1")
     assert report.thresholds is not None
     assert report.thresholds.labels == tuple(LABELS)
     assert report.thresholds.values == fitted(values, truth, "macro_f1").above
@@ -160,6 +168,30 @@ def test_the_score_is_of_rows_that_the_thresholds_were_not_fitted_to() -> None:
     assert report.thresholds.halfway == pytest.approx(f1(truth, values >= 0.5, "macro_f1"), abs=1e-12)
     gain = report.thresholds.score - report.thresholds.halfway
     assert report.thresholds.over_halfway.value == pytest.approx(gain, abs=1e-12)
+
+
+@pytest.mark.parametrize("metric", ["macro_f1", "micro_f1"])
+def test_weights_and_all_that_they_are_compared_with_have_thresholds_of_their_own(metric: str) -> None:
+    """At 0.5 a mean of unsure members has few labels, and its best member, which is surer, would win."""
+    truth = emotions(900, 2)[1]
+    members = [
+        1 / (1 + np.exp(-MEANS / 2 - scale * truth - np.random.default_rng(seed).normal(size=truth.shape)))
+        for seed, scale in enumerate((2.5, 2.3))
+    ]
+    report = report_of(members[0], truth, metric, members[1])
+    expected = [
+        f1(truth, decided_by_other_folds(values, truth, metric), metric)
+        for values in (np.mean(members, axis=0), *members)
+    ]
+    reported = [report.equal, *(member.alone for member in report.members)]
+    assert reported == pytest.approx(expected, abs=1e-12)
+    assert report.thresholds is not None
+    assert report.score == report.thresholds.score
+    assert report.score > report.thresholds.halfway
+    assert report.over_best.low > 0
+    candidates = report_of(members[0], truth, metric, members[1], method="auto").candidates
+    equal = [way for way in candidates if way.options.title == "equal (mean)"]
+    assert [way.score for way in equal] == pytest.approx(expected[:1], abs=1e-12)
 
 
 ROWS = 300
@@ -220,8 +252,7 @@ def test_a_run_writes_the_columns_and_bare_files_print_the_thresholds(project: P
             column["answer"] |= {"above": above[name]}
     assert written == columns
     assert f"{{answer: {{above: {edges}}}}}\n" in done.stdout
-    assert "Held-out macro f1 of these answers 0." in done.stdout
-    assert "Against 0.5 (0." in done.stdout
+    assert "Against thresholds of 0.5 (0." in done.stdout
 
     ran = project.ensemble("run", "config.yaml", "weights.yaml")
     assert ran.returncode == 0, ran.stderr
