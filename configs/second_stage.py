@@ -26,7 +26,7 @@ def setup(context: Context) -> HistGradientBoostingClassifier:
 
 
 def predict(rows: pd.DataFrame, context: Context) -> pd.DataFrame:
-    """The probabilities of some rows, whose index are the ids."""
+    """The probabilities of some rows; the index of these holds the ids."""
     model = context.state
     return pd.DataFrame(model.predict_proba(features(rows)), index=rows.index, columns=model.classes_)
 

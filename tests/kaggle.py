@@ -25,10 +25,13 @@ from tests.waiting import PATIENCE_SECONDS
 LABELS = ["winner_model_a", "winner_model_b", "winner_tie"]
 COMPETITION, CHECKOUT = "lmsys-chatbot-arena", "ensemble-runner"
 NOTEBOOK, OUTPUT = ROOT / "configs" / "kaggle.ipynb", ROOT / "docs" / "reference" / "kaggle-output.md"
-# The page leaves out longer cells and lines that only say how long something has lasted; the output of some cells
-# begins at the line that starts so.
-LINES_SHOWN = 10
-_WAITING = re.compile(r", [\d.]+ s$")
+# The page leaves out longer cells and lines that only say how far something is; the output of some cells begins at
+# the line that starts so.
+LINES_SHOWN = 7
+_PROGRESS = re.compile(
+    r", [\d.]+ s$|: (starting Python|loading the model|predicting .*)$"
+    r"|: [\d,]+/[\d,]+ rows\b.* (left|waiting for its turn)$|^the report is being written$"
+)
 _SHOWN_FROM = {"doctor": "A run can", "validate": "All checks", "rehearse": "by a run of"}
 # In namespaces of its own there is no network, and this folder is read-only, as datasets are.
 _OFFLINE = """
@@ -40,15 +43,15 @@ subprocess.run(["mount", "--bind", folder, folder], check=True)
 subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
 os.execv(command[0], command)
 """
-# Lines that depend on the machine and the moment; the last is said only where the report takes a while.
-_PASSING = re.compile(r"\d|---|[CG]PU|^(gemma2|llama3|lengths)\b|^the report is being written$")
+# Lines that depend on the machine and the moment.
+_PASSING = re.compile(r"\d|---|[CG]PU|^(gemma2|llama3|lengths)\b")
 _INTRODUCTION = """\
 # The Kaggle notebook and its output
 
-This is what [`configs/kaggle.ipynb`](../../configs/kaggle.ipynb) prints, shortened. Two small models stand in for
-Gemma-2-9B and Llama-3-8B, over 40 rows, on a machine without a GPU. So sizes, speeds and devices are not Kaggle's.
-The notebook ran in folders like Kaggle's, without a network and with read-only inputs. `CONFIG`
-has `lora.yaml` and `infer.yaml`, too.
+This is what [`configs/kaggle.ipynb`](../../configs/kaggle.ipynb) prints, without longer cells and lines of
+progress. Two small models stand in for Gemma-2-9B and Llama-3-8B, over 40 rows, on a machine without a GPU. So
+sizes, speeds and devices are not Kaggle's. The notebook ran in folders like Kaggle's, without a network and with
+read-only inputs. `CONFIG` has `lora.yaml` and `infer.yaml`, too.
 
 `python -m tests.kaggle` writes this page.
 """
@@ -184,6 +187,11 @@ def is_shown(source: str) -> bool:
     return len(source.splitlines()) <= LINES_SHOWN
 
 
+def without_progress(lines: Sequence[str]) -> list[str]:
+    """The lines of an output that still matter once the cell has ended."""
+    return [line for line in lines if not _PROGRESS.search(line)]
+
+
 def rendered(notebook: Mapping[str, Any], root: Path) -> str:
     """A notebook's shorter cells with their outputs in Markdown, with /kaggle in place of ``root``."""
     parts = []
@@ -195,12 +203,10 @@ def rendered(notebook: Mapping[str, Any], root: Path) -> str:
             parts.append(f"```python\n{source}\n```")
             output = "".join("".join(output.get("text", "")) for output in cell["outputs"])
             start = max(output.find(_SHOWN_FROM.get(cell["id"], "")), 0)
-            lines = [line for line in output[start:].rstrip().splitlines() if not _WAITING.search(line)]
+            lines = without_progress(output[start:].rstrip().splitlines())
             parts += ["\n".join(["```text", *lines, "```"])] if lines else []
         else:
-            parts.append(
-                f"*A cell of {len(source.splitlines())} lines is left out here; the notebook has it.*"
-            )
+            parts.append(f"*({len(source.splitlines())} lines)*")
     text = "\n\n".join(parts).replace(str(root), "/kaggle").replace(str(root.parent / "venv"), "/usr")
     return re.sub(r"\bLinux-\S+", "Linux", text) + "\n"
 
