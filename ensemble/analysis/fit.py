@@ -221,7 +221,7 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         raise ConfigError(
             "--method auto: compares members with and without temperatures; leave --calibration out"
         )
-    metric = metric_of(options, predictions)
+    metric = find_metric(options.metric, options.numbers or numbers_of(predictions.labels), options.group)
     # Stacking cannot use rows with a mask, and all candidates are compared on the same rows.
     sample, rows_decided = usable_rows(predictions, is_stacked=is_auto or options.method == "stacking")
     check(sample, options, metric)
@@ -235,11 +235,6 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
     equal = replace(options, method="equal", calibration="none")
     kept = fit_sample(sample, equal, metric, predictions, rows_decided, equal_pool=options.pool)
     return replace(kept, rejected=report)
-
-
-def metric_of(options: Options, predictions: Predictions) -> Metric:
-    """Return the metric that is fitted for; raises a DataError if it is unknown."""
-    return find_metric(options.metric, options.numbers or numbers_of(predictions.labels), options.group)
 
 
 def fit_sample(
@@ -268,7 +263,7 @@ def fit_sample(
     thresholds: FittedThresholds | None = None
     if usual is not None:
         score, of_usual = scorer.score(decided[0]), scorer.score(answered(usual, held_out[0]))
-        fitted = fit_answer(held_out[0], sample.labelled, usual, metric, options.seed)
+        fitted = fit_answer(held_out[0], sample.labelled, usual, options.metric, options.seed)
         thresholds = FittedThresholds(
             numbers=fitted.numbers,
             labels=tuple(sample.labels[label] for label in fitted.labels),
@@ -501,8 +496,11 @@ def blend_fitter(
         return lambda left_out: WeightedBlend(
             minimize_on_simplex(loss, len(members), left_out, start), pool, kind
         )
-    # A greedy selection tries hundreds of means, so that a sample of the rows must do.
-    rows = sampled_rows(len(known), 20_000, options.seed)
+    # A greedy selection tries hundreds of means, so that a sample of the rows must do; a smaller one if thresholds
+    # are fitted to each of them.
+    usual = usual_answer(sample, options)
+    most_rows = 5_000 if usual is not None and usual.above else 20_000
+    rows = sampled_rows(len(known), most_rows, options.seed)
     score = score_to_fit(sample.taken(rows), options, metric)
     return partial(fit_greedy, [taken(values, rows) for values in members], score, pool, kind)
 
@@ -516,7 +514,9 @@ def score_to_fit(sample: Predictions, options: Options, metric: Metric) -> Calla
 
     def score(values: Values) -> float:
         if usual is not None and usual.above:
-            values = answered(fit_answer(values, sample.labelled, usual, metric, options.seed), values)
+            values = answered(
+                fit_answer(values, sample.labelled, usual, options.metric, options.seed), values
+            )
         value = metric.value(sample.labelled, values)
         return value if metric.greater_is_better else -value
 
@@ -564,7 +564,7 @@ def _cross_validated(
             target[is_scored] = values
         for target, fitted_to, values in zip(decided, merged(others), ways, strict=False):
             assert usual is not None
-            answer = fit_answer(fitted_to, others.labelled, usual, metric, options.seed)
+            answer = fit_answer(fitted_to, others.labelled, usual, options.metric, options.seed)
             target[is_scored] = answered(answer, values)
     return held_out, decided, best_members
 
@@ -774,7 +774,7 @@ def _held_out(
                 if usual is not None and decided:
                     fitted_to = blend.merge(members)
                     others.post.merged(0, fitted_to, is_exclusive)
-                    answer = fit_answer(fitted_to, others.labelled, usual, metric, way.seed)
+                    answer = fit_answer(fitted_to, others.labelled, usual, way.metric, way.seed)
                     decided[way][is_scored] = answered(answer, values)
     return held_out, decided
 

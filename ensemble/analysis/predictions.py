@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar, get_args
 
@@ -51,7 +50,7 @@ from ensemble.pipeline.training_dir import TrainingDir
 LABEL_COLUMN: Final = "label"
 _FOLD_COLUMN: Final = "fold"
 _FOLDS_UNKNOWN: Final = (
-    "ranks all rows against each other; so that the rows of each fold's model are ranked by themselves, give fit "
+    "ranks rows against each other; so that the rows of each fold's model are ranked by themselves, give fit "
     "and compare --folds-from (a table with columns id and fold), or keep out-of-fold predictions in a folder oof "
     "beside training/folds.csv"
 )
@@ -116,11 +115,12 @@ class Predictions:
 
     def with_groups(self, columns: Iterable[str | None]) -> Predictions:
         """Return the same with the groups that columns of the table with the truth divide its rows into."""
-        names, data = [*filter(None, columns)], self.truth_data
+        data = self.truth_data
         if data is None:
             return self
-        read = partial(_cells_of, data.path, self.ids, data.id_column, use="group")
-        return replace(self, groups={name: read(column=name) for name in names})
+        named = [column for column in columns if column is not None]
+        cells = {name: _cells_of(data.path, self.ids, data.id_column, name, "group") for name in named}
+        return replace(self, groups=cells)
 
     def with_folds(self, path: Path, id_column: str | None, metrics: Iterable[Metric]) -> Predictions:
         """Return the same with the folds that a table has, for metrics that rank rows; see ``read_folds``.

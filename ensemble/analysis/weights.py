@@ -118,9 +118,8 @@ def fit_isotonic(values: Values, known: LabelledRows) -> dict[int, IsotonicConfi
         if len(np.unique(targets[is_used])) > 1:
             model = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip")
             model.fit(values[rows, label][is_used], targets[is_used])
-            lines[label] = IsotonicConfig(
-                x=(*model.X_thresholds_.tolist(),), y=(*model.y_thresholds_.tolist(),)
-            )
+            x, y = model.X_thresholds_.tolist(), model.y_thresholds_.tolist()
+            lines[label] = IsotonicConfig(x=tuple(x), y=tuple(y))
     return lines
 
 
@@ -418,17 +417,16 @@ def fit_thresholds(values: Values, known: LabelledRows, numbers: tuple[float, ..
     return replace(answer, thresholds=thresholds) if len(set(thresholds)) == len(start) else answer
 
 
-def fit_answer(values: Values, known: LabelledRows, start: Answer, metric: Metric, seed: int) -> Answer:
+def fit_answer(values: Values, known: LabelledRows, start: Answer, metric: str, seed: int) -> Answer:
     """Return the answer whose thresholds have the best score on these rows; ``start`` has others."""
     if start.numbers:
         return fit_thresholds(values, known, start.numbers, seed)
     above, is_exclusive = np.array(start.above), known.activation == "softmax"
     # One threshold for all labels, or one for each.
-    is_common = metric.of_sums is METRICS[MICRO_F1].of_sums
-    for labels in [start.labels] if is_common else start.labels[:, None]:
+    for labels in [start.labels] if metric == MICRO_F1 else start.labels[:, None]:
         truth = known.truth if is_exclusive else known.truth[:, labels].reshape(-1, 1)
         rows = LabelledRows(truth, known.activation, possible=None, folds=None)
-        above[labels] = _best_threshold(values[:, labels].ravel(), rows, metric)
+        above[labels] = _best_threshold(values[:, labels].ravel(), rows, METRICS[metric])
     return replace(start, above=tuple(above.tolist()))
 
 

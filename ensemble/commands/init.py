@@ -380,11 +380,9 @@ def _submission_columns(cells: Mapping[str, Sequence[str]], labels: Sequence[str
     lines = [f"  columns: {_mapping(label_by_column)}"] if label_by_column else []
     if are_decided:
         guess = "1 from 0.5 on, because the sample's cells are 0 and 1; fit finds better thresholds"
-        items = {_scalar(name): _scalar(label) for name, label in label_by_column.items()}
-        lines = [
-            "  columns:",
-            *(f"    {name}: {{answer: {{above: {{{items[name]}: 0.5}}}}}}" for name in items),
-        ]
+        lines = ["  columns:"]
+        for name, label in label_by_column.items():
+            lines.append(f"    {_scalar(name)}: {{answer: {{above: {{{_scalar(label)}: 0.5}}}}}}")
     return [f"  # GUESS: submission.columns: {guess}", *lines] if guess and lines else lines
 
 

@@ -22,10 +22,11 @@ def import_module(name: str, file: str | None) -> ModuleType:
     if file is None:
         return importlib.import_module(name)
     # At the end of the path: a file of the user's does not replace an installed module.
-    sys.path.append(str(Path(file).parent))
+    if str(Path(file).parent) not in sys.path:
+        sys.path.append(str(Path(file).parent))
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ValueError(f"predict: {file} is no Python file; its name must end in .py")
+        raise ValueError(f"{file} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # pickle looks classes up there
     spec.loader.exec_module(module)

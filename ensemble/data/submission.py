@@ -73,6 +73,7 @@ class Sample:
         ``limited``: the table has only the first rows, so that it may lack ids of the sample.
         """
         problems = []
+        decided = f"{{answer: {{above: {{{quoted(self.labels[-1])}: 0.5}}}}}}"
         others = [name for name in self.columns if name != self.id_column]
         if not others:
             problems.append(
@@ -84,7 +85,7 @@ class Sample:
             label = self._label(name)
             mapped = f" is mapped to {quoted(label)}, which" if name in self.columns_map else ""
             hint = f"{did_you_mean(label, self.labels)}; map it to one of {listed(self.labels)}, or for the label "
-            hint += f"itself to {{answer: label}}, for 0 and 1 to {{answer: {{above: {{{self.labels[-1]}: 0.5}}}}}}"
+            hint += f"itself to {{answer: label}}, for 0 and 1 to {decided}"
             problems.append(f"column {quoted(name)}{mapped} is not a label{hint}")
         problems += [
             f"has no column {quoted(name)}{did_you_mean(name, others)}, though it is mapped to {content}"
@@ -94,7 +95,7 @@ class Sample:
         ]
         problems += [
             f"column {quoted(name)} holds 0 and 1, and is none of the labels; name its label in "
-            f"submission.columns: {{answer: {{above: {{{self.labels[-1]}: 0.5}}}}}}"
+            f"submission.columns: {decided}"
             for name, answer in self.answers.items()
             if name in others and len(answer.labels) > 1 and "0" not in self.labels
             if {*read_text_csv(self.path, [name]).column(0).unique().to_pylist()} == {"0", "1"}

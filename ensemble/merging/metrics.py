@@ -6,6 +6,7 @@ the label of a row is the most likely label, or the first of several.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -68,6 +69,7 @@ class LabelledRows:
         folds: which rows were predicted by models of their own, the fold of each row; None: one model for all rows.
         groups: the cells of the columns that divide rows into groups, by column.
         labels: their names, which a metric of the user's gets.
+        part: which part of other rows they are, in words; empty: these are all.
         partitions: those that were made of these rows, by metric.
     """
 
@@ -77,10 +79,15 @@ class LabelledRows:
     folds: Folds | None
     groups: Mapping[str, DistinctCells] = field(default_factory=dict)
     labels: tuple[str, ...] = ()
+    part: str = ""
     partitions: dict[str, Partition] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self.truth)
+
+    @property
+    def text(self) -> str:
+        return f"{plural(len(self), 'row')}{f' of {self.part}' if self.part else ''}"
 
     def taken(self, rows: slice | npt.NDArray[np.int64] | Flags) -> LabelledRows:
         """Return these rows, in this order."""
@@ -250,7 +257,9 @@ class Metric:
         rows_of = np.split(np.argsort(part_of, kind="stable"), np.cumsum(np.bincount(part_of))[:-1])
         parts, undefined = dict[int, tuple[npt.NDArray[np.int64], LabelledRows]](), list[str]()
         for place, rows in enumerate(rows_of if len(known) else ()):
-            part = replace(known.taken(rows), folds=None, groups={})
+            names = [] if cells is None else [quoted(cells.values[cells.numbers[rows[0]]])]
+            names += [] if folds is None else [f"fold {folds[rows[0]]}"]
+            part = replace(known.taken(rows), folds=None, groups={}, part=" in ".join(names))
             tried = Rows(part, values[rows])
             if self.kind != "own":  # a function may have no number for probabilities of 0 and 1
                 truth = part.truth if part.truth.ndim == 2 else tried.true_each
@@ -259,10 +268,7 @@ class Metric:
                 self.of_rows(tried)
                 parts[place] = rows, part
             except UndefinedMetric:
-                names = [] if cells is None else [quoted(cells.values[cells.numbers[rows[0]]])]
-                undefined.append(
-                    " in ".join([*names, *([] if folds is None else [f"fold {folds[rows[0]]}"])])
-                )
+                undefined.append(part.part)
         names_of_all = " and ".join(by)
         if not parts:
             why = f"not defined in any part of the rows, by {names_of_all}: {self.why_undefined}"
@@ -292,7 +298,7 @@ class Metric:
             value = float(self.of_sums(sums, np.array(float(count)), rows.is_exclusive))
         if not np.isfinite(value):
             raise UndefinedMetric(
-                f"{self.name}: not defined for these {plural(count, 'row')}: {self.why_undefined}"
+                f"{self.name}: not defined for these {rows.known.text}: {self.why_undefined}"
             )
         return value
 
@@ -304,16 +310,16 @@ class OwnMetric(Metric):
     function: Callable[[Truth, Values, list[str]], object]
 
     def of_all(self, rows: Rows, sums: Values) -> float:
-        try:  # with copies, which it may change
-            value = self.function(rows.known.truth.copy(), np.array(rows.values), [*rows.known.labels])
+        truth, values = rows.known.truth.copy(), np.array(rows.values)  # it may change them
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # a program may read what the command prints
+                value = self.function(truth, values, [*rows.known.labels])
         except (Exception, SystemExit) as error:
             raise DataError(f"metric {self.name}: raised {first_line(error)}") from error
         if not isinstance(value, Real):
             raise DataError(f"metric {self.name}: returned {value!r:.60}; it must return one number")
         if not np.isfinite(float(value)):
-            raise UndefinedMetric(
-                f"metric {self.name}: returned {value} for {plural(len(rows.values), 'row')}"
-            )
+            raise UndefinedMetric(f"metric {self.name}: returned {value} for {rows.known.text}")
         return float(value)
 
 
@@ -598,7 +604,7 @@ def find_metric(name: str, numbers: Sequence[float] = (), group: str | None = No
     """
     if group is not None:
         return replace(find_metric(name, numbers), name=f"{name} by {group}", group=group)
-    if ":" in str(name):
+    if ":" in str(name) or names_file(str(name)):
         return _own_metric(name)
     if name == QUADRATIC_KAPPA:
         return replace(METRICS[name], statistics=partial(_label_moments, numbers=numbers))
@@ -612,21 +618,24 @@ def find_metric(name: str, numbers: Sequence[float] = (), group: str | None = No
 def _own_metric(name: str) -> Metric:
     """Return the metric that a function of the user's computes; ``greater_is_better`` is its attribute."""
     module, _, function_name = name.rpartition(":")
+    if not module:
+        raise DataError(f"metric {name}: give the file and its function, as in my_metric.py:score")
     path = Path(module).expanduser().absolute() if names_file(module) else None
     if path is not None and not path.is_file():
         raise DataError(f"metric {name}: {path}: no such file{similar_file(path)}")
-    searched, writes_bytecode = [*sys.path], sys.dont_write_bytecode
+    writes_bytecode = sys.dont_write_bytecode
     sys.dont_write_bytecode = True  # nothing is written beside the user's files
     try:
-        imported = import_module(f"metric_{path.stem}", str(path)) if path else import_module(module, None)
+        with contextlib.redirect_stdout(sys.stderr):
+            file = None if path is None else str(path)
+            imported = import_module(f"metric_{path.stem}" if path else module, file)
     except (Exception, SystemExit) as error:
         raise DataError(f"metric {name}: {first_line(error)}") from error
     finally:
-        sys.path[:], sys.dont_write_bytecode = searched, writes_bytecode
+        sys.dont_write_bytecode = writes_bytecode
+    arguments = ("truth", "probabilities", "labels")
     try:
-        function = function_of(
-            imported, function_name, f"metric {name}", ("truth", "probabilities", "labels")
-        )
+        function = function_of(imported, function_name, f"metric {name}", arguments)
     except ValueError as error:
         raise DataError(str(error)) from error
     is_greater = bool(getattr(function, "greater_is_better", True))

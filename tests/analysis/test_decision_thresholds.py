@@ -16,6 +16,7 @@ from ensemble.analysis.fit import FitReport, Method, Options, fit, folds
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.weights import answered, fit_answer
 from ensemble.data.answers import Answer
+from ensemble.data.table import DistinctCells
 from ensemble.merging.metrics import METRICS
 from tests.labelled import labelled
 from tests.project import Project
@@ -47,7 +48,7 @@ def quick_f1(truth: np.ndarray, is_above: np.ndarray) -> float:
 
 def fitted(values: np.ndarray, truth: np.ndarray, metric: str, start: Answer = HALVES) -> Answer:
     known = labelled(truth, "sigmoid" if truth.ndim == 2 else "softmax")
-    return fit_answer(values, known, start, METRICS[metric], seed=0)
+    return fit_answer(values, known, start, metric, seed=0)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -142,6 +143,19 @@ def decided_by_other_folds(values: np.ndarray, truth: np.ndarray, metric: str) -
         assert answer.above != HALVES.above
         decided[fold_of == fold] = values[fold_of == fold] >= answer.above
     return decided
+
+
+def test_a_common_threshold_is_common_in_all_groups() -> None:
+    values, truth = emotions(400, 3)
+    parity = np.arange(len(values)) % 2
+    ids = pa.chunked_array([[str(row) for row in range(len(values))]])
+    members = {"member": np.asfortranarray(values)}
+    groups = {"parity": DistinctCells("parity", parity.astype(np.int64), ("even", "odd"))}
+    predictions = Predictions(ids, tuple(LABELS), members, {"member": "sigmoid"}, truth, groups=groups)
+    thresholds = fit(predictions, Options(metric="micro_f1", group="parity")).thresholds
+    assert thresholds is not None
+    assert thresholds.values == fitted(values, truth, "micro_f1").above
+    assert len({*thresholds.values}) == 1
 
 
 @pytest.mark.long

@@ -142,7 +142,7 @@ def test_a_run_of_files_says_if_the_folds_of_their_models_are_not_known(out_of_f
     )
     for result in results:
         (remark,) = [remark for remark in result.remarks if "folds" in remark]
-        assert remark.startswith("auc ranks all rows against each other; ")
+        assert remark.startswith("auc ranks rows against each other; ")
         assert UNKNOWN in remark
     data = ReportData(run_dir, ensemble.open_run(run_dir).report)
     assert UNKNOWN in Scores().html(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,43 @@ def test_a_function_that_computes_what_a_metric_does_has_its_value_weights_and_i
     assert not [path for path in (rules.folder / "my code").iterdir() if path.name == "__pycache__"]
 
 
+def test_a_function_may_print_and_import_its_neighbours_when_it_is_called(
+    rules: Rules, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    (rules.folder / "neighbour_of_metric.py").write_text("VALUE = 0.25", encoding="utf-8")
+    code = "def score(truth, p, labels):\n    import neighbour_of_metric\n    print('called')\n"
+    own = rules.folder / "talks.py"
+    own.write_text(f"print('imported')\n{code}    return neighbour_of_metric.VALUE", encoding="utf-8")
+    first, second, _ = rules.files
+    compared = ensemble.compare(first, second, [f"{own}:score"], labels=rules.labels, quiet=True)
+    assert compared.metrics[0].first.value == 0.25
+    captured = capsys.readouterr()
+    assert not captured.out, "commands with --json print nothing but JSON"
+    assert {"imported", "called"} <= set(captured.err.split())
+
+
+def test_a_member_without_a_value_in_a_group_names_the_group(rules: Rules) -> None:
+    table = rules.table.assign(label=np.arange(ROWS) * 1.0)[["row", "label"]]
+    table.to_csv(rules.folder / "rising.csv", index=False)
+    table["label"] = table["label"].where(rules.rule != "law", 0.5)
+    table.to_csv(rules.folder / "level.csv", index=False)
+    rules.table.assign(label=np.arange(ROWS) ** 2.0).to_csv(rules.labels, index=False)
+    first, second = rules.folder / "rising.csv", rules.folder / "level.csv"
+    with pytest.raises(EnsembleError) as caught:
+        ensemble.compare(
+            first,
+            second,
+            ["pearson"],
+            labels=rules.labels,
+            activation="none",
+            group="rule",
+            quiet=True,
+        )
+    count = int((rules.rule == "law").sum())
+    assert f"pearson by rule: not defined for these {count} rows of 'law': the " in caught.value.problems[-1]
+
+
 def test_a_slow_function_has_no_interval_and_no_verdict(rules: Rules) -> None:
     slow = "import time\ndef score(truth, p, labels):\n    time.sleep(0.06)\n    return float(p[0, 0])"
     (rules.folder / "slow.py").write_text(slow, encoding="utf-8")
@@ -208,11 +246,13 @@ def test_a_function_that_gives_no_number_is_refused_by_its_name(
         ("{folder}/broken.py:score", "broken.py:score: SyntaxError: "),
         ("{folder}/gone.py:score", "gone.py: no such file"),
         ("no.such.module:score", "score: ModuleNotFoundError: No module named 'no'"),
-        ("own_metric.py", "unknown; the metrics here are log_loss"),
+        ("{folder}/broken.py", "broken.py: give the file and its function, as in my_metric.py:score"),
+        ("{folder}/data.txt:score", "data.txt is no Python file; its name must end in .py"),
     ],
 )
 def test_a_metric_that_is_not_there_is_refused(rules: Rules, metric: str, problem: str) -> None:
     (rules.folder / "broken.py").write_text("def score(:\n", encoding="utf-8")
+    (rules.folder / "data.txt").write_text("", encoding="utf-8")
     name = metric.format(folder=rules.folder)
     with pytest.raises(EnsembleError) as caught:
         ensemble.fit(rules.files, labels=rules.labels, metric=name, quiet=True)

@@ -257,7 +257,7 @@ def test_0_and_1_of_columns_that_are_no_labels_are_for_the_user(project: Project
     done = project.ensemble("init", "test.csv", "model", "--sample", "sample.csv")
     assert done.returncode == 2
     assert "column 'x' is not a label; map it to one of 'a', 'b', or for the label itself to" in done.stderr
-    assert "for 0 and 1 to {answer: {above: {b: 0.5}}}" in done.stderr
+    assert "for 0 and 1 to {answer: {above: {'b': 0.5}}}" in done.stderr
 
 
 def test_labels_that_only_the_cells_of_the_sample_name(project: Project, contest_models: Path) -> None:

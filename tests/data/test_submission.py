@@ -53,9 +53,9 @@ def test_every_problem_at_once(tmp_path: Path) -> None:
     assert all(sentence.startswith(f"{sample.path}: ") for sentence in messages)
     assert [sentence.removeprefix(f"{sample.path}: ") for sentence in messages] == [
         "column 'A' is not a label (did you mean 'a'?); map it to one of 'a', 'b', or for the label itself "
-        "to {answer: label}, for 0 and 1 to {answer: {above: {b: 0.5}}}",
+        "to {answer: label}, for 0 and 1 to {answer: {above: {'b': 0.5}}}",
         "column 'x' is mapped to 'c', which is not a label; map it to one of 'a', 'b', or for the label itself to "
-        "{answer: label}, for 0 and 1 to {answer: {above: {b: 0.5}}}",
+        "{answer: label}, for 0 and 1 to {answer: {above: {'b': 0.5}}}",
         "has no column 'winner', though it is mapped to a label",
         "1 id more than once: '1'",
         "9 ids not in the input table: 's0', 's1', 's2', ...",

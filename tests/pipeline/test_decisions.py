@@ -162,12 +162,12 @@ def test_one_of_two_exclusive_labels(project: Project) -> None:
         (
             {"cells": ["0", "1"] * (ROWS // 2)},
             "sample.csv: column 'labels' holds 0 and 1, and is none of the labels; name its label in "
-            "submission.columns: {answer: {above: {joy: 0.5}}}",
+            "submission.columns: {answer: {above: {'joy': 0.5}}}",
         ),
         (
             {"columns": {}},
             "column 'labels' is not a label; map it to one of 'anger', 'fear', 'joy', or for the label itself to "
-            "{answer: label}, for 0 and 1 to {answer: {above: {joy: 0.5}}}",
+            "{answer: label}, for 0 and 1 to {answer: {above: {'joy': 0.5}}}",
         ),
     ],
 )

@@ -138,6 +138,7 @@ HARMLESS_OF_RUN: dict[str, dict[str, Any]] = {
     "output_dir": {"output_dir": "elsewhere"},
     "copy_to": {"copy_to": "s3://bucket/elsewhere"},
     "report_to": {"report_to": "mlflow"},
+    "metrics": {"metrics": [{"name": "macro_f1"}]},
     "devices": {"devices": None},
     "max_workers_per_gpu": {"max_workers_per_gpu": 2},
     "cpu_workers": {"cpu_workers": 2},
