@@ -580,12 +580,8 @@ def _merged_ways(
     """Yield what rows get from the first blend, equal weights, the best member, other blends and each member."""
     raw, ready = [*part.as_merged({}).members.values()], values_to_merge(part, calibrations, options)
     first, *others = blends
-    merged = chain(
-        (first.merge(ready), equal.merge(raw), raw[best_member]),
-        (blend.merge(ready) for blend in others),
-        raw,
-    )
-    for values in merged:
+    without = (blend.merge(ready) for blend in others)
+    for values in chain((first.merge(ready), equal.merge(raw), raw[best_member]), without, raw):
         values = values.copy(order="F")
         part.post.merged(0, values, part.activation == "softmax")
         yield values
@@ -760,10 +756,8 @@ def _held_out(
     for fold in range(int(fold_of.max()) + 1):
         is_scored = np.flatnonzero(fold_of == fold)
         others, scored = sample.taken(np.flatnonzero(fold_of != fold)), sample.taken(is_scored)
-        for calibration in _CALIBRATIONS:
+        for calibration in dict.fromkeys(way.calibration for way in ways):
             of_calibration = [way for way in ways if way.calibration == calibration]
-            if not of_calibration:
-                continue
             calibrations = fit_calibrations(others, of_calibration[0])
             for way in of_calibration:
                 members, ready = (values_to_merge(part, calibrations, way) for part in (others, scored))

@@ -112,7 +112,7 @@ class RunStatus:
             folder,
             by,
             trainings=read_record(files.records, TrainingReport),
-            predicts_held_out=holder(RunDir(files.oof_run)) is not None,
+            predicts_held_out=any(holder(RunDir(run)) for run in files.oof_runs),
         )
         if begun.state == "training" or (begun.trainings and by is None and not rundir.run_json.exists()):
             return begun

@@ -77,13 +77,13 @@ class TrainedMember:
         rows: the file of the rows that it was trained on, see ``data.trained_rows``.
         by_fold: the member for a table with such rows: each fold's model is a view.
         folds: by the name of such a view, the fold whose rows its model has not seen; None: it has seen all rows.
-        oof_run: the ``output_dir`` of the run that has predicted these rows.
+        oof_runs: each ``output_dir`` of a run that predicts these rows.
     """
 
     rows: Path
     by_fold: MemberConfig
     folds: Mapping[str, int | None]
-    oof_run: Path
+    oof_runs: tuple[Path, ...]
 
 
 @dataclass(frozen=True)

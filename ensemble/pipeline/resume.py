@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -129,7 +130,8 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
     reuse = [] if prepared.reuse is None else [prepared.reuse]
     if prepared.job_rows:
         # The out-of-fold run has rows that only some jobs may compute.
-        reuse += dict.fromkeys(trained.oof_run for trained in prepared.loaded.trained.values())
+        runs = chain.from_iterable(trained.oof_runs for trained in prepared.loaded.trained.values())
+        reuse += dict.fromkeys(runs)
     # Take rows over before any member is completed: its predictions may replace rows that others take over.
     for work in (work for member_work in works.values() for work in member_work.sources):
         if not work.is_complete:

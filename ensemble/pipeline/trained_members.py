@@ -116,7 +116,7 @@ def _made_of_parts(loaded: LoadedConfig, model: MemberConfig) -> tuple[MemberCon
             views.append({**view, **changes, "name": name})
             folds[name] = part.fold
     by_fold = trained_member(model, {**keys, "views": views}, loaded.config.labels)
-    trained = TrainedMember(rows=rows, by_fold=by_fold, folds=folds, oof_run=files.oof_run)
+    trained = TrainedMember(rows=rows, by_fold=by_fold, folds=folds, oof_runs=files.oof_runs)
     if predict_with == "folds":
         return by_fold, trained
     return trained_member(model, keys, loaded.config.labels), trained

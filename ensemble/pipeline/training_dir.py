@@ -14,6 +14,7 @@ output_dir/
                       the digest and the fold of each row; fold-0.rows.csv: data of a member with inputs
     rungs/            what is known to fit, by member and kind of device
     oof/              the run that predicts each row by models that have not seen it, with files as of any run
+    inputs/           such a run of the members that others learn from (inputs), from before these are trained
     logs/             train.log: what the parent did; <member>/fold-0.log: what the commands of a training printed;
                       <member>/worker-0.log: all that a worker printed
 """
@@ -76,6 +77,8 @@ class TrainingDir:
         self.features = self.root / "features"
         self.rungs = self.root / "rungs"
         self.oof_run = self.root / "oof"
+        self.inputs_run = self.root / "inputs"
+        self.oof_runs = (self.oof_run, self.inputs_run)
         self.train_log = self.root / "logs" / "train.log"
         self._oof = output_dir / "oof"
 
@@ -124,9 +127,9 @@ class TrainingDir:
         return is_sealed and self.checkpoint(member, part).is_dir()
 
     def tidy(self) -> None:
-        """Remove the incomplete files that a killed command left; the out-of-fold run removes its own."""
+        """Remove the incomplete files that a killed command left; the out-of-fold runs remove their own."""
         for leftover in self.root.rglob(f".*{TEMPORARY}*"):
-            if self.oof_run not in leftover.parents and not leftover.is_dir():
+            if not {*self.oof_runs}.intersection(leftover.parents) and not leftover.is_dir():
                 leftover.unlink(missing_ok=True)
 
     def clear(self, member: str, part: Part) -> None:

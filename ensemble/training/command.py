@@ -194,21 +194,29 @@ def predict_held_out(
             else as ``pipeline.run.run``.
     """
     files = TrainingDir(loaded.config.output_dir)
-    prepared = prepare(_out_of_fold(loaded, files), is_for_run=True)
-    try:
-        _demand_one_fold(prepared)
-    except DataError:
-        prepared.launcher.close()
-        raise
-    report = run_prepared(prepared, display, False, began, owns_process)
+    report = _predict_held_out(loaded, files.oof_run, display, began, owns_process)
+    trained_names = {model.name for model in loaded.config.trained_members}
     for member in report.members:
-        if member.status == "complete" and member.name in prepared.loaded.trained:
+        if member.status == "complete" and member.name in trained_names:
             target = files.oof(member.name)
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_temporary_files(target)
             with atomic_path(target) as temporary:
                 shutil.copyfile(RunDir(files.oof_run).predictions(member.name), temporary)
     return report
+
+
+def _predict_held_out(
+    loaded: LoadedConfig, folder: Path, display: Display, began: float, owns_process: bool
+) -> RunReport:
+    """Predict the rows that each fold holds out, by a run in ``folder``; see ``predict_held_out``."""
+    prepared = prepare(_out_of_fold(loaded, folder), is_for_run=True)
+    try:
+        _demand_one_fold(prepared)
+    except DataError:
+        prepared.launcher.close()
+        raise
+    return run_prepared(prepared, display, False, began, owns_process)
 
 
 def preview_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
@@ -229,14 +237,17 @@ def preview_trainings(loaded: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
     check_trainings(loaded)
     sentences: list[str] = []
     data = read_training_data(loaded)
-    trainings = [as_it_stands(files, training) for training in _trainings(config, files, data)]
+    trainings: list[Training] = []
     outdated: dict[str, dict[int | None, str]] = {}
-    for name, group in itertools.groupby(trainings, lambda training: training.model.name):
-        of_member = [*group]
+    for name, group in itertools.groupby(_trainings(config, files, data), lambda item: item.model.name):
+        of_member = [as_it_stands(files, training) for training in group]
         inputs = [item for item in of_member[0].model.input_names if item in outdated]
         if inputs:
             why = f"the predictions of {listed(inputs, 5, str)} change"
-            of_member = [replace(training, is_done=False, why=why) for training in of_member]
+            of_member = [
+                replace(item, is_done=False, why=why) if item.is_done else item for item in of_member
+            ]
+        trainings += of_member
         sentences += texts_by_reason(of_member, "would be trained anew")
         if any(training.why for training in of_member):
             outdated[name] = {item.part.fold: item.why for item in of_member if not item.is_done}
@@ -378,7 +389,7 @@ class _Command:
         config = self.loaded.config
         models = tuple(model for model in config.models if model.training is None or model.name in names)
         time_limit = None if self.ends_at is None else self.ends_at - self.began
-        changes = {"models": models, "time_limit": time_limit}
+        changes = {"models": models, "time_limit": time_limit, "report": False}
         return replace(self.loaded, config=config.model_copy(update=changes))
 
 
@@ -397,8 +408,10 @@ def _train(command: _Command, data: TrainingData) -> TrainingReport:
         failures = {member.name: member.failure for member in report.members if member.failure}
         if predicting and report.status != "time_limit":
             display.say(f"out-of-fold predictions, to learn from: {listed(predicting, 5, str)}")
-            run = predict_held_out(command.only(predicting), display, command.began, command.owns_process)
-            data = data.with_inputs([item.name for item in run.members if item.status == "complete"], files)
+            folder, config = files.inputs_run, command.only(predicting)
+            run = _predict_held_out(config, folder, display, command.began, command.owns_process)
+            complete = [member.name for member in run.members if member.status == "complete"]
+            data = data.with_inputs({name: RunDir(folder).predictions(name) for name in complete})
             failures |= {failure.member: failure.message for failure in run.failures}
             report = replace(report, status="time_limit") if run.status == "time_limit" else report
         for model in models:
@@ -511,7 +524,8 @@ def made_of(config: RunConfig, model: MemberConfig) -> dict[str, str]:
     assert model.training is not None
     command = model.training.command or ()
     scripts = {f"the script {path}": file_sha256(path) for path in _scripts(command)}
-    return {**seed, "train.command": digest_of(command), **scripts}
+    inputs = {"inputs": digest_of(model.input_names)} if model.input_names else {}  # and their order
+    return {**seed, **inputs, "train.command": digest_of(command), **scripts}
 
 
 def _scripts(command: Sequence[str]) -> Iterator[Path]:
@@ -566,8 +580,8 @@ def _write_data(
         write_text(files.spec(training.model.name, training.part), json.dumps(spec))
 
 
-def _out_of_fold(loaded: LoadedConfig, files: TrainingDir) -> LoadedConfig:
-    """Return the config of the run: the folds' models of trained members, over the training table.
+def _out_of_fold(loaded: LoadedConfig, folder: Path) -> LoadedConfig:
+    """Return the config of a run in ``folder``: the folds' models of trained members, over the training table.
 
     An input that is not trained has the predictions that its readers have learned from.
     """
@@ -578,10 +592,11 @@ def _out_of_fold(loaded: LoadedConfig, files: TrainingDir) -> LoadedConfig:
             models.append(model.model_copy(update={"train": train, "calibration": None}))
         elif model.name in untrained_inputs(config):
             activation = learned_activation(config)
-            keys = {"name": model.name, "path": files.oof(model.name), "activation": activation}
+            path = TrainingDir(config.output_dir).oof(model.name)
+            keys = {"name": model.name, "path": path, "activation": activation}
             models.append(KINDS.load("csv").Settings.model_validate(keys))
     data = config.training_data
-    return derived_run(loaded, models, files.oof_run, data=data, fill="uniform", training=None)
+    return derived_run(loaded, models, folder, data=data, fill="uniform", training=None)
 
 
 def _demand_one_fold(prepared: Prepared) -> None:

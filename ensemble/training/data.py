@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -100,9 +101,9 @@ class TrainingData:
         """Return which rows a member's models have seen."""
         return TrainedRows(self.table.row_digests(*self.row_keys[member]), self.folds)
 
-    def with_inputs(self, names: Iterable[str], files: TrainingDir) -> TrainingData:
-        """Return the data with what ``oof/`` has of these members; raise DataError if a row lacks there."""
-        inputs = {name: self.main.values_in(files.oof(name)) for name in names}
+    def with_inputs(self, files: Mapping[str, Path]) -> TrainingData:
+        """Return the data with these members' out-of-fold predictions; raise DataError if a file lacks a row."""
+        inputs = {name: self.main.values_in(file) for name, file in files.items()}
         return replace(self, inputs={**self.inputs, **inputs})
 
     def digests(self, member: str, fold: int | None) -> dict[str, str]:
@@ -308,15 +309,15 @@ def read_training_data(loaded: LoadedConfig) -> TrainingData:
     directory = TrainingDir(config.output_dir)
     for name, reader in untrained_inputs(config).items():
         if not directory.oof(name).is_file():
+            override = shlex.quote(f"data.path={shown_path(data.path)}")
             text = (
                 f"{shown_path(directory.oof(name))}: no such file; {reader} learns from {name} (inputs), which has "
-                f"no train: put DIR/predictions/{name}.csv there after `ensemble run CONFIG --set data.path="
-                f"{shown_path(data.path)} --set output_dir=DIR`, where CONFIG has {name} alone, with a model that "
-                "has not seen these rows"
+                f"no train: put DIR/predictions/{name}.csv there after `ensemble run CONFIG --set {override} --set "
+                f"output_dir=DIR`, where CONFIG has {name} alone, with a model that has not seen these rows"
             )
             problems.add([text], DataError)
     problems.raise_any()
-    return result.with_inputs(untrained_inputs(config), directory)
+    return result.with_inputs({name: directory.oof(name) for name in untrained_inputs(config)})
 
 
 def learned_activation(config: RunConfig) -> Activation:

@@ -19,6 +19,7 @@ def test_what_killed_commands_left_is_removed_and_what_others_write_or_users_mad
     kept = [
         files.oof_run / ".run.json.tmp-12-abababab",  # of a command that may be in this run
         files.oof_run / "work/a/.0.shard.tmp-12-abababab",
+        files.inputs_run / ".run.json.tmp-12-abababab",
         files.oof("a").with_name(".a.csv.tmp-12-abababab"),
         files.unfinished("a", Part(2)) / ".cache.tmp-12/file",  # of a user's script
         files.records,

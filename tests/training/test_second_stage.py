@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ensemble.pipeline.run_report import RunReport
 from ensemble.pipeline.training_dir import TrainingDir
 from ensemble.training.records import TrainingReport, read_record
 from tests.project import Project
@@ -34,6 +35,9 @@ def predict(frame, context):
     while (Path(__file__).parent / "mode-predict").exists():
         time.sleep(0.05)
     model = json.loads((Path(context.model) / "model.json").read_text())
+    with (Path(__file__).parent / "predicted.txt").open("a") as file:
+        parts = Path(context.model).parts[-2:]
+        file.writelines("/".join((*parts, str(row))) + chr(10) for row in frame.index)
     names = model["reads"]
     values = frame[names].to_numpy(dtype=float).sum(axis=1) * model["scale"] % 0.9
     seen = frame.index.astype(str).isin(model["seen"])
@@ -92,6 +96,7 @@ class Stages(Project):
         header = ["id", "size", "label"]
         table = [[f"r{n}", str(3 * n % 11 + 0.5 * n), LABELS[n % 2]] for n in range(rows)]
         self.write_csv("train.csv", header, table)
+        self.write_csv("training rows.csv", header, table)
         self.write_csv("test.csv", header[:2], [[f"t{n}", str(n)] for n in range(4)])
 
     def calls(self) -> list[str]:
@@ -147,8 +152,21 @@ def check_equal(values: dict[str, list[float]], others: dict[str, list[float]]) 
         assert of_row == pytest.approx(others[name], abs=1e-12)
 
 
+def check_run_of_all(stages: Stages) -> None:
+    """The out-of-fold run has every member, and its ensemble is their mean; no row was computed twice."""
+    report = RunReport.read(stages.files.oof_run / "run.json")
+    assert [member.name for member in report.members] == ["a", "b", "c"]
+    assert report.status == "complete"
+    mean = stages.numbers("runs/first/training/oof/ensemble.csv")
+    oof = [stages.oof(name) for name in ("a", "b", "c")]
+    check_equal(mean, {row: np.mean([of[row] for of in oof], axis=0).tolist() for row in mean})
+    computed = (stages.folder / "predicted.txt").read_text().split()
+    assert sorted(computed) == sorted(set(computed))
+
+
 def test_the_second_stage_follows_on_out_of_fold_predictions(stages: Stages) -> None:
     said = stages.done("train", "config.yaml")
+    check_run_of_all(stages)
     assert "out-of-fold predictions, to learn from: a, b" in said
     assert "6 trainings done" in said
     calls = stages.calls()
@@ -166,10 +184,16 @@ def test_what_follows_from_a_change_is_made_again(stages: Stages) -> None:
     # New rows are predicted by the mean of the folds' models, on the mean predictions of the inputs.
     stages.done("run", "config.yaml")
     assert len(stages.calls()) == 6
+    check_run_of_all(stages)
     run = {name: stages.numbers(f"runs/first/predictions/{name}.csv") for name in ("a", "b", "c")}
     for row_id, (_, yes) in run["c"].items():
         expected = (run["a"][row_id][1] + run["b"][row_id][1]) * 0.9 % 0.9
         assert yes == pytest.approx(expected, abs=1e-9)
+    for inputs in ("[b, a]", "[a]"):
+        planned = " ".join(
+            stages.done("validate", "config.yaml", "--set", f"models.c.inputs={inputs}").split()
+        )
+        assert "c: would be trained anew: fold 0, fold 1: inputs changed since it was trained" in planned
     # Another first stage: what follows from it is trained anew, and says why; nothing else is.
     stages.set_up(scale=0.4)
     planned = " ".join(stages.done("validate", "config.yaml").split())
@@ -198,7 +222,7 @@ def test_a_killed_command_goes_on(stages: Stages, where: str) -> None:
     begun = {"first stage": "b/", "predictions": "b/fold-1", "second stage": "c/"}[where]
     waiting = stages.folder / mode
     waiting.write_text("wait")
-    oof_run = stages.files.oof_run / "run.json"
+    oof_run = stages.files.inputs_run / "run.json"
 
     def is_there() -> bool:
         has_begun = any(call.startswith(begun) for call in stages.calls())
@@ -244,6 +268,11 @@ def test_one_fold_alone(stages: Stages) -> None:
     said = stages.done("train", "config.yaml", "--fold", "1")
     assert "a lacks fold 0; b lacks fold 0; c lacks fold 0, fold 1" in said
     assert stages.calls() == ["a/fold-1.unfinished", "b/fold-1.unfinished"]
+    stages.set_up(scale=0.4)
+    planned = " ".join(stages.done("validate", "config.yaml").split())
+    assert "a: would be trained anew: fold 1" in planned
+    assert "c: would be trained anew" not in planned, "it was never trained"
+    stages.set_up()
     stages.done("train", "config.yaml", "--fold", "0")
     assert stages.calls()[2:] == ["a/fold-0.unfinished", "b/fold-0.unfinished", "c/fold-0.unfinished"]
     stages.done("train", "config.yaml")
@@ -279,6 +308,10 @@ def test_an_input_that_is_not_trained(stages: Stages) -> None:
     assert "runs/first/oof/a.csv: no such file; d learns from a (inputs), which has no train:" in said
     command = "ensemble run CONFIG --set data.path=train.csv --set output_dir=DIR"
     assert command in said
+    quoted = " ".join(
+        stages.done("train", "config.yaml", "--set", "training.data.path=training rows.csv", code=2).split()
+    )
+    assert "--set 'data.path=training rows.csv' --set" in quoted
     alone = {"data": {"path": "test.csv"}, "labels": LABELS, "models": [given], "output_dir": "x"}
     stages.write_config({**alone, "report": False}, "alone.yaml")
     stages.done(*command.replace("CONFIG", "alone.yaml").split()[1:])
