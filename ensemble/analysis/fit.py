@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from numbers import Integral
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -552,17 +552,17 @@ def _cross_validated(
         scores = map(score_to_fit(others, options, metric), others.as_merged({}).members.values())
         best_members.append(int(np.argmax([*scores])))
         calibrations = fit_calibrations(others, options)
-        method = blend_fitter(values_to_merge(others, calibrations, options), others, options, metric)
+        members, ready = (values_to_merge(part, calibrations, options) for part in (others, scored))
+        method = blend_fitter(members, others, options, metric)
         blends = [method(None)]
         for number in range(count if count > 1 else 0):
             has_weight = isinstance(blends[0], StackingFit) or blends[0].weights[number] > 0
             blends.append(method(number) if has_weight else blends[0])
-
-        merged = partial(_merged_ways, calibrations, options, blends, equal_blend, best_members[-1])
-        ways = [*merged(scored)]
+        merged = partial(_merged_ways, blends, equal_blend, best_members[-1])
+        ways = [*islice(merged(scored, ready), max(len(held_out), len(decided)))]
         for target, values in zip(held_out, ways, strict=False):
             target[is_scored] = values
-        for target, fitted_to, values in zip(decided, merged(others), ways, strict=False):
+        for target, fitted_to, values in zip(decided, merged(others, members), ways, strict=False):
             assert usual is not None
             answer = fit_answer(fitted_to, others.labelled, usual, options.metric, options.seed)
             target[is_scored] = answered(answer, values)
@@ -570,18 +570,17 @@ def _cross_validated(
 
 
 def _merged_ways(
-    calibrations: Calibrations,
-    options: Options,
     blends: Sequence[Blend],
     equal: WeightedBlend,
     best_member: int,
     part: Predictions,
+    ready: Sequence[Values],
 ) -> Iterator[Values]:
     """Yield what rows get from the first blend, equal weights, the best member, other blends and each member."""
-    raw, ready = [*part.as_merged({}).members.values()], values_to_merge(part, calibrations, options)
-    first, *others = blends
-    without = (blend.merge(ready) for blend in others)
-    for values in chain((first.merge(ready), equal.merge(raw), raw[best_member]), without, raw):
+    raw, first = [*part.as_merged({}).members.values()], blends[0]
+    merged = first.merge(ready)
+    without = (merged if blend is first else blend.merge(ready) for blend in blends[1:])
+    for values in chain((merged, equal.merge(raw), raw[best_member]), without, raw):
         values = values.copy(order="F")
         part.post.merged(0, values, part.activation == "softmax")
         yield values
