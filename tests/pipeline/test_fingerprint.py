@@ -78,6 +78,7 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "calibration": {"calibration": {"temperature": 1.3}},
     "task_type": {"task_type": "seq_cls"},
     "batch_size": {"batch_size": 3},
+    "compile_timeout": {"compile_timeout": 5},
     "max_num_batched_tokens": {"max_num_batched_tokens": 333},
     "expandable_segments": {"expandable_segments": False},
     "max_split_size_mb": {"max_split_size_mb": 128, "expandable_segments": False},

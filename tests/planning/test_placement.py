@@ -260,7 +260,8 @@ def test_soft_capping_rules_out_fused_attention(models: Path) -> None:
     ("dtype", "gpus", "capability", "works", "expected"),
     [
         ("bfloat16", 1, (8, 0), True, "flash_attention_2"),
-        ("bfloat16", 1, (8, 0), False, "capped_blocks"),
+        ("bfloat16", 1, (8, 0), False, "flex"),
+        ("bfloat16", 2, (8, 0), False, "capped_blocks"),
         ("float16", 2, (9, 0), True, "flash_attention_2"),
         ("float16", 1, (7, 5), True, "capped_blocks"),
         ("float32", 1, (8, 0), True, "capped_blocks"),

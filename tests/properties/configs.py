@@ -92,6 +92,7 @@ _MEMBER: Final = {
     "quantization_config": {"load_in_8bit": True, "llm_int8_enable_fp32_cpu_offload": True},
     "attn_implementation": "sdpa",
     "torch_compile": False,
+    "compile_timeout": "3m",
     "allow_tf32": False,
     "expandable_segments": True,
     "max_split_size_mb": 128,

@@ -144,6 +144,8 @@ class LabelScorer(Classifier):
         if encoded is not self._chunk:
             self._keeps_prompts = True
         texts = self._texts_of(encoded, rows)
+        if not with_mask and self._is_packed(encoded, rows):
+            return self._finished(self._packed_rows(encoded, rows, texts), texts)
         try:
             with self._passes(encoded, rows, with_mask) as behind:
                 is_kept = Shortcut.KEPT_PROMPT in self.taken and self._keeps_prompts
@@ -153,6 +155,23 @@ class LabelScorer(Classifier):
         except torch.OutOfMemoryError:
             self._keeps_prompts = self._keeps_prompts and len(rows) > 1
             raise
+
+    def packs(self, encoded: Encoded) -> int:
+        rows = np.flatnonzero(encoded.lengths)
+        several = any(texts.has_several_tokens for texts in self._texts_of(encoded, rows))
+        return 0 if several else super().packs(encoded)
+
+    def _packed_rows(
+        self, encoded: Encoded, rows: npt.NDArray[np.int64], texts: Sequence[LabelTexts]
+    ) -> torch.Tensor:
+        """Return what ``_whole_rows`` does for labels of one token, by a pass over rows one behind the other."""
+        paths = [RowPath(row, (), range(len(of_row.ids))) for row, of_row in enumerate(texts)]
+        scores = self._no_scores(_Batch(encoded, rows, texts, with_mask=False, behind=Behind()))
+        with self._packed(encoded, rows) as (inputs, places):
+            # The head gets one row, whose places are those of all rows.
+            logits = self._read(_Pass(inputs, places[None], paths, first_token=0), None)[0]
+            self._add(scores, logits[:, None], _Pass(inputs, places[:, None], paths, first_token=0), texts)
+        return scores
 
     def _texts_of(self, encoded: Encoded, rows: npt.NDArray[np.int64]) -> list[LabelTexts]:
         if not isinstance(encoded, EncodedChoices):

@@ -42,6 +42,7 @@ from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSetti
 from ensemble.members.huggingface.spec import (
     CAPPED_BLOCKS,
     DEFAULT_MAX_LENGTH,
+    FLEX,
     QUERIES_PER_BLOCK,
     AdapterSource,
     cap_problem,
@@ -146,8 +147,7 @@ class CheckpointMemory(MemoryEstimate):
             torch_version = installed_versions(["torch"]).get("torch")
             if torch_version is not None and _TORCH_WITH_SHARED_KEYS.wrong(torch_version):
                 computed_by = "eager"
-        # A token is at least a byte; templates and special tokens add some.
-        width = min(self.max_length, int(self.lengths.max(initial=1)) + 64)
+        width = self._width
         process_bytes = PROCESS_BYTES + (COMPILER_BYTES if self.settings.torch_compile else 0)
         stored_bytes = sum(tensor.stored_bytes for tensor in tensors)
         # Weights that are loaded in the stored type are the mapped file itself and count only once.
@@ -180,13 +180,32 @@ class CheckpointMemory(MemoryEstimate):
     def attention(self, dtype: str, gpus: int, capability: Capability | None) -> str | None:
         if self.settings.attn_implementation is not None or self.architecture is None:
             return self.settings.attn_implementation
-        # flash-attention 2 needs half precision and compute capability 8.0 or more.
+        # flash-attention 2 and flex need half precision and compute capability 8.0 or more.
         has_capability = gpus > 0 and capability is not None and capability >= (8, 0)
-        flash_suits = self.has_flash_attention and has_capability and dtype in ("float16", "bfloat16")
+        has_kernels = has_capability and dtype in ("float16", "bfloat16")
+        flash_suits = self.has_flash_attention and has_kernels
+        flex_suits = has_kernels and gpus == 1 and self._flex_suits(self.architecture)
         supports_sdpa = self.architecture.supports_sdpa
         if supports_sdpa is None and not self.architecture.soft_capping:
             return None
-        return choose_attention(self.architecture.soft_capping, supports_sdpa is True, flash_suits)
+        is_capped = self.architecture.soft_capping
+        return choose_attention(is_capped, supports_sdpa is True, flash_suits, flex_suits)
+
+    def _flex_suits(self, architecture: Architecture) -> bool:
+        """Return whether rows of a decoder whose scores are capped, or whose windows are short, can be packed."""
+        settings = self.settings
+        is_decoder = architecture.is_causal or self.vocabulary_positions > 0
+        placements = (settings.device_map, settings.max_memory, settings.offload_folder)
+        is_plain = settings.batch_size == "auto" and not settings.torch_compile and not any(placements)
+        has_window = architecture.supports_sdpa is True and 0 < architecture.window < self._width
+        return (
+            is_decoder and is_plain and not self.keeps_prompts and (architecture.soft_capping or has_window)
+        )
+
+    @property
+    def _width(self) -> int:
+        # A token is at least a byte; templates and special tokens add some.
+        return min(self.max_length, int(self.lengths.max(initial=1)) + 64)
 
     def problem(self, capability: Capability | None) -> str:
         stored = self.architecture.quantization if self.architecture is not None else None
@@ -427,8 +446,9 @@ def activation(
     # Eager attention's scores, and its softmax in float32; older code adds a bias in float32 to copies.
     score_bytes = max(4 * size, 12) if is_old else 8 if size == 4 else 10
     # Rotary embedding: queries, keys, values, and three more tensors like the queries.
-    attended: float = size * (4 * queries + (4 if attention == "flash_attention_2" else 2) * keys)
-    pair = 0.0 if attention == "flash_attention_2" else a.masks + 2.0 * size
+    has_row_borders = attention in ("flash_attention_2", FLEX)
+    attended: float = size * (4 * queries + (4 if has_row_borders else 2) * keys)
+    pair = 0.0 if has_row_borders else a.masks + 2.0 * size
     if buckets:
         # Scores between contents, from contents to positions and back, each gathered from a product with the table;
         # an int64 product of the mask with itself, and three tables of positions that a batch's rows share.

@@ -17,6 +17,7 @@ from ensemble.config.values import (
     Columns,
     Count,
     Devices,
+    Duration,
     Folder,
     Marker,
     MaxMemory,
@@ -29,7 +30,7 @@ from ensemble.config.values import (
     Text,
 )
 from ensemble.members.huggingface.checkpoint.weight_files import NO_GGUF
-from ensemble.members.huggingface.spec import COMMIT, AdapterSource
+from ensemble.members.huggingface.spec import COMMIT, FLEX, AdapterSource
 
 # Stands for the checkpoint of a member that a command of the user trains.
 TO_BE_TRAINED: Final = "(to be trained)"
@@ -83,7 +84,7 @@ class HuggingFaceSettings(MemberConfig):
     max_num_batched_tokens: Count | None = None  # tokens in one forward pass, padding included
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # precision of the weights
     quantization_config: Settings | None = None  # quantize at loading, such as {load_in_4bit: true}
-    attn_implementation: Text | None = None  # attention kernel: sdpa, eager, capped_blocks, ...; None: chosen
+    attn_implementation: Text | None = None  # kernel: sdpa, eager, capped_blocks, flex, ...; None: chosen
     torch_compile: bool = False  # use torch.compile: loads slower, computes faster
     allow_tf32: bool = False  # compute float32 products in TF32: faster, three digits; Ampere and newer
     expandable_segments: bool = True  # setting of torch's GPU allocator; off on WSL; some vGPUs need false
@@ -255,6 +256,8 @@ class HuggingFaceSettings(MemberConfig):
             )
         if self.torch_compile:
             yield from self._broken_compile()
+        if self.attn_implementation == FLEX and self.batch_size != "auto":
+            yield ("batch_size",), f"{FLEX} packs rows by max_num_batched_tokens; set that instead"
 
     def _broken_compile(self) -> Iterator[Problem]:
         """Find keys that exclude ``torch_compile``."""
@@ -269,11 +272,9 @@ class HuggingFaceSettings(MemberConfig):
             )
         if self.switches_adapters:
             yield ("torch_compile",), "compiled code keeps one adapter, and the views have several; drop this"
-        if self.attn_implementation == "flex_attention":
-            yield (
-                ("torch_compile",),
-                "flex_attention compiles itself, for each size anew; drop attn_implementation, or this",
-            )
+        if self.attn_implementation in ("flex_attention", FLEX):
+            sentence = f"{self.attn_implementation} compiles itself; drop attn_implementation, or this"
+            yield ("torch_compile",), sentence
 
     @property
     def adapter_key(self) -> str:
@@ -391,6 +392,7 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
         examples=["[{name: as_is}, {name: swapped, swap: {columns: [a, b], labels: [a_wins, b_wins]}}]"],
     )
     tokenizer_kwargs: Settings = Field(default_factory=dict)  # further arguments of its from_pretrained
+    compile_timeout: Duration = 120.0  # time for compiling flex attention; then another one takes its place
 
     older_keys: ClassVar[Mapping[str, str]] = {
         **HuggingFaceSettings.older_keys,

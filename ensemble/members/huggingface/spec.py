@@ -34,6 +34,9 @@ _CAP = "attn_logit_softcapping"
 # Our own attention for capped scores, as transformers knows it, and how many queries it computes at a time.
 CAPPED_BLOCKS = "capped_blocks"
 QUERIES_PER_BLOCK = 256
+# torch's flex_attention over rows that stand one behind the other, in blocks of so many queries and keys.
+FLEX = "flex"
+FLEX_BLOCK = 128
 # Arguments of model_kwargs and tokenizer_kwargs that say how files are fetched. They do not change predictions, and
 # a token may change every day.
 _FETCH_KEYS = (
@@ -143,6 +146,7 @@ class ModelSettings(CheckpointSettings):
         max_length: the user's; None: the tokenizer's own limit.
         truncation: as in the config: ``fields``, with ``share`` and ``keep`` by column, and ``marker``.
         job_templates: the template of each job; None: the member's own.
+        compile_timeout: seconds for compiling the attention.
     """
 
     prompt_template: str | None
@@ -153,6 +157,7 @@ class ModelSettings(CheckpointSettings):
     job_templates: tuple[str | None, ...] = (None,)
     add_special_tokens: bool
     tokenizer_kwargs: dict[str, Any]
+    compile_timeout: float = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +215,9 @@ def choose_compute_dtype(
     return "float16" if stored_dtype == "bfloat16" and capability < (8, 0) else None
 
 
-def choose_attention(soft_capped: bool, supports_sdpa: bool, flash_suits: bool) -> str:
+def choose_attention(
+    soft_capped: bool, supports_sdpa: bool, flash_suits: bool, flex_suits: bool = False
+) -> str:
     """Choose the attention that suits a model and its device, as transformers names it.
 
     The library's default is never used, since it differs between releases.
@@ -219,7 +226,10 @@ def choose_attention(soft_capped: bool, supports_sdpa: bool, flash_suits: bool) 
         soft_capped: whether scores go through tanh (``is_soft_capped``).
         supports_sdpa: whether transformers runs the model with torch's fused attention.
         flash_suits: whether flash-attention 2 works on this device, with the type of the weights.
+        flex_suits: whether packed rows and compiled attention suit the model, its rows and the device.
     """
+    if flex_suits and not (soft_capped and flash_suits):
+        return FLEX
     if soft_capped:
         return "flash_attention_2" if flash_suits else CAPPED_BLOCKS
     return "sdpa" if supports_sdpa else "eager"

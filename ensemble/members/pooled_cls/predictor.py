@@ -122,6 +122,8 @@ class PooledClassifier(Classifier):
 
     def pooled(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
         """Return what the head gets of rows as a batch, float32 [batch, width of the hidden states]."""
+        if not with_mask and self._is_packed(encoded, rows):
+            return self._packed_pooled(encoded, rows)
         with self._passes(encoded, rows, with_mask) as behind:
             arrays = padded(encoded, rows, self._pad_token_id, self._pad_left)
             mask = arrays["attention_mask"][:, behind.tokens :]
@@ -137,6 +139,21 @@ class PooledClassifier(Classifier):
             total = states.masked_fill_(is_padding.to(states.device), 0).sum(1, dtype=torch.float32)
             total += sum(part.total for part in behind.parts if part.total is not None)
             return total / counts.to(states.device)[:, None]
+
+    def _packed_pooled(self, encoded: Encoded, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return what ``pooled`` does, by a pass over rows one behind the other."""
+        with self._packed(encoded, rows) as (inputs, places):
+            states: torch.Tensor = self._body(**inputs).last_hidden_state[0]
+            if self._mode != "mean":
+                return states[places.to(states.device)].float()
+            skipped = int(self.skipped_tokens(encoded)[0][rows[0]])
+            lengths = encoded.lengths[rows]
+            parts = [part for part in (skipped, *(lengths - skipped).tolist()) if part]
+            sums = [part.sum(0, dtype=torch.float32) for part in torch.split(states[: sum(parts)], parts)]
+            total = torch.stack(sums[-len(rows) :])
+            if skipped:
+                total += sums[0]
+            return total / on_device(lengths, states.device)[:, None]
 
     def _read_places(self, encoded: Encoded, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         lengths = encoded.lengths[rows]

@@ -24,6 +24,7 @@ class Architecture:
         experts: of a mixture, that compute a token; 1: it is none.
         position_buckets: half the size of DeBERTa's table of positions; 0: it is none.
         is_causal: whether no token sees a later one, so that what rows begin with is computed once.
+        window: tokens that some layers look back at; 0: there is no limit.
     """
 
     layers: int
@@ -44,6 +45,7 @@ class Architecture:
     position_buckets: int = 0
     vocabulary: int = 0
     is_causal: bool = False
+    window: int = 0
 
 
 @dataclass(frozen=True)

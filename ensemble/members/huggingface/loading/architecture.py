@@ -83,6 +83,7 @@ def read_architecture(
         * _number(numbers, "position_buckets", "max_relative_positions", "max_position_embeddings"),
         vocabulary=_number(numbers, "vocab_size"),
         is_causal=model is not None and is_causal(model),
+        window=window if has_window else 0,
     )
 
 
@@ -91,6 +92,20 @@ def is_causal(model: Any) -> bool:
     flags = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
     is_encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
     return not is_encoder_decoder and bool(flags) and all(flag is True for flag in flags)
+
+
+def layer_windows(config: Any) -> set[int | None]:
+    """Return how many tokens a decoder's layers look back at, by its config; None: a layer looks at all.
+
+    Raises:
+        ValueError: a layer has attention of another kind, or none.
+    """
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    types = set(getattr(text, "layer_types", None) or ("sliding_attention",))
+    if not types <= {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layers of {', '.join(sorted(types))} cannot tell rows apart")
+    return {window if name == "sliding_attention" else None for name in types}
 
 
 def _number(numbers: Mapping[str, Any], *names: str) -> int:

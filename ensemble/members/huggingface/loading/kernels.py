@@ -54,6 +54,13 @@ def takes_shared_keys(least: Capability, dtype: torch.dtype, width: int) -> bool
     return least >= AMPERE and dtype in (torch.float16, torch.bfloat16) and width <= _MAX_FLASH_WIDTH
 
 
+def compile_in_this_process() -> None:
+    """Let torch's compiler start no processes, which would outlive a worker that is killed."""
+    from torch._inductor import config
+
+    config.compile_threads = int(os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1"))
+
+
 def set_tf32(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> None:
     """Let float32 products use TF32's 10 bits of mantissa or not, and note if that has no effect."""
     # Since torch 2.9 these switches set fp32_precision; once that is set directly, reading them raises an error.

@@ -34,11 +34,13 @@ from ensemble.members.huggingface.loading.capped_attention import register_cappe
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
 from ensemble.members.huggingface.loading.describe import config_advice
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
+from ensemble.members.huggingface.loading.flex_attention import register_flex
 from ensemble.members.huggingface.loading.kernels import AMPERE
 from ensemble.members.huggingface.spec import (
     BACKBONE,
     CAPPED_BLOCKS,
     CLASSIFIER,
+    FLEX,
     IMAGE_CLASSIFIER,
     LANGUAGE_MODEL,
     WITH_LABELS,
@@ -96,6 +98,8 @@ def load_model(
         attention = choose_attention(is_capped, supports_sdpa=True, flash_suits=False)
     if attention == CAPPED_BLOCKS:
         register_capped_blocks()
+    elif attention == FLEX:
+        register_flex()
     options |= {
         "dtype": dtype,
         # A head of another shape would be initialized at random; that is refused below, by name, unless the adapter

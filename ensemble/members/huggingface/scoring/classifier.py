@@ -9,7 +9,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,9 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from ensemble.common.protocol import Activation
 from ensemble.common.torch_errors import Verdict, classify
-from ensemble.members.huggingface.loading.architecture import is_causal
+from ensemble.members.huggingface.loading.architecture import is_causal, layer_windows
 from ensemble.members.huggingface.loading.device_map import on_device
+from ensemble.members.huggingface.loading.flex_attention import Packing
 from ensemble.members.huggingface.scoring.beginnings import (
     MIN_TOKENS,
     Beginnings,
@@ -32,6 +33,7 @@ from ensemble.members.huggingface.scoring.beginnings import (
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import Integers, Scorer, Shortcut
 from ensemble.members.huggingface.scoring.key_values import cache_behind
+from ensemble.members.huggingface.scoring.packing import lay_out
 
 
 class Classifier(Scorer[Encoded]):
@@ -89,6 +91,10 @@ class Classifier(Scorer[Encoded]):
             with self._searching(pad_token_id), self._spread.forward_pass(), torch.inference_mode():
                 logits: torch.Tensor = model(**inputs).logits
                 return logits.float()
+        if not with_mask and self._is_packed(encoded, rows):
+            with self._packed(encoded, rows) as (inputs, places):
+                states = self._body(**inputs).last_hidden_state[0]
+                return cast(torch.Tensor, model.score(states[places.to(states.device)])).float()
         # Without a pad id, since some bodies warn of one.
         with self._searching(None), self._passes(encoded, rows, with_mask) as behind:
             # Copied from the host: a copy between GPUs would wait for both.
@@ -98,6 +104,42 @@ class Classifier(Scorer[Encoded]):
             )
             last_logits: torch.Tensor = model.score(states_at(states, read))
             return last_logits.float()
+
+    def packs(self, encoded: Encoded) -> int:
+        can_pack = {Shortcut.LAST_TOKEN, Shortcut.NO_MASK} <= self.taken and self.stages == 1
+        # Not where rows have segments, or groups whose beginnings are kept.
+        is_plain = [*encoded.inputs] == ["input_ids"] and encoded.groups is None
+        return self.packed_tokens if can_pack and is_plain else 0
+
+    def _is_packed(self, encoded: Encoded, rows: Integers) -> bool:
+        skipped, widths = self.skipped_tokens(encoded)
+        return int(widths[rows].sum() + skipped[rows[0]]) <= self.packs(encoded)
+
+    @contextlib.contextmanager
+    def _packed(
+        self, encoded: Encoded, rows: Integers
+    ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """Return a context for a pass over rows one behind the other, its inputs, and the places that are read.
+
+        What the rows begin with stands before them once.
+
+        Returns:
+            int64 [1, tokens] each; int64 [rows], on the device where a pass ends.
+        """
+        skipped = int(self.skipped_tokens(encoded)[0][rows[0]])
+        ids = [encoded.inputs["input_ids"][row] for row in rows.tolist()]
+        own = [of_row[skipped:] for of_row in ids]
+        layout = lay_out(ids[0][:skipped], own, self.packed_tokens, self._pad_token_id)
+        places = layout.starts + self._read_places(encoded, rows) - skipped
+        arrays = {"input_ids": layout.ids, "position_ids": layout.positions}
+        packing = Packing(layout.ends, layout.positions.astype(np.int32), self._device)
+        inputs = {name: on_device(array[None], self._device) for name, array in arrays.items()}
+        read = on_device(places, self.last_device)
+        with self._searching(None), packing.used(), self._spread.forward_pass(), torch.inference_mode():
+            yield inputs, read
+        if packing.windows != layer_windows(self._model.config):
+            raise ValueError("its layers do not tell the attention how far they look back")
+        self.shared_tokens += skipped * (len(rows) - 1)
 
     @contextlib.contextmanager
     def _passes(self, encoded: Encoded, rows: Integers, with_mask: bool) -> Iterator[Behind]:
@@ -195,6 +237,7 @@ class Classifier(Scorer[Encoded]):
             self._try([Shortcut.SHARED_PREFIX], trial_of(encoded, self._trial_groups), tolerance)
 
     def _try(self, shortcuts: Sequence[Shortcut], trial: Encoded, tolerance: float) -> None:
+        self.taken -= set(shortcuts)
         expected = self._trial_logits(trial)
         for shortcut in shortcuts:
             self.taken.add(shortcut)

@@ -26,6 +26,7 @@ from ensemble.members.footprint import BATCHES_PER_STAGE, MIN_STAGE_TOKENS
 from ensemble.members.huggingface.loading.device_map import input_device, last_device
 from ensemble.members.huggingface.loading.spread import Spread
 from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches
+from ensemble.members.huggingface.scoring.packing import most_rows, pack
 
 Report = Callable[[int, int, int], bool | None]
 Mode = Callable[[], AbstractContextManager[None]]
@@ -73,6 +74,7 @@ class Scorer(ABC, Generic[E]):
     Attributes:
         last_device: where a forward pass ends.
         stages: number of devices that a pass goes through in turn, while the other devices work on other passes.
+        packed_tokens: of a batch whose rows stand one behind the other; 0: all batches are padded.
         possible: shortcuts that can be tried.
         taken: shortcuts that leave the model's numbers as they are.
     """
@@ -83,8 +85,13 @@ class Scorer(ABC, Generic[E]):
         self.last_device = last_device(model)
         self._spread = Spread(model)
         self.stages = self._spread.stages
+        self.packed_tokens = 0
         self.possible: frozenset[Shortcut] = frozenset()
         self.taken: set[Shortcut] = set()
+
+    def packs(self, encoded: E) -> int:
+        """Return ``packed_tokens`` if these rows may stand one behind the other, and otherwise 0."""
+        return 0
 
     def skipped_tokens(self, encoded: E) -> tuple[Integers, Integers]:
         """Return how many of each row's first tokens a pass without a mask can skip, and what is left of it.
@@ -176,11 +183,14 @@ class BatchSizes:
             halves.memory = replace(self.memory, available_bytes=max(1, self.memory.available_bytes // 2))
         return halves
 
-    def cut(self, widths: Integers, rows: Integers, skipped: Integers) -> deque[Integers]:
+    def cut(
+        self, widths: Integers, rows: Integers, skipped: Integers, packed_tokens: int = 0
+    ) -> deque[Integers]:
         """Cut rows into batches of rows that skip equally many tokens; batches that skip the fewest come first.
 
         Args:
             widths: the tokens that each row adds to a batch, int64 [rows].
+            packed_tokens: of a packed batch; a row that has no room in one comes into padded batches.
         """
         budget = self.token_budget
         if self.stages > 1:
@@ -190,6 +200,11 @@ class BatchSizes:
         batches: deque[Integers] = deque()
         for tokens in np.unique(skipped[rows]).tolist():
             group = rows[skipped[rows] == tokens]
+            room = packed_tokens - tokens
+            packed, group = group[widths[group] <= room], group[widths[group] > room]
+            if len(packed):
+                rows_of_batch = most_rows(packed_tokens, self.memory)
+                batches += [packed[batch] for batch in pack(widths[packed], room, rows_of_batch)]
             limit = None if self.memory is None else replace(self.memory, skipped=tokens)
             cut = make_batches(widths[group], budget, self.batch_size, self.equal_lengths, limit)
             batches += [group[batch] for batch in cut]
@@ -283,7 +298,8 @@ def _run(
     skipped, widths = np.zeros_like(lengths), lengths
     if not with_mask:
         skipped, widths = classifier.skipped_tokens(encoded)
-    batches = sizes.cut(widths, rows, skipped)
+    packed_tokens = 0 if with_mask else classifier.packs(encoded)
+    batches = sizes.cut(widths, rows, skipped, packed_tokens)
     done = [np.empty(0, dtype=np.int64)]
     logits: list[torch.Tensor] = []
     too_large: set[int] = set()
@@ -297,7 +313,8 @@ def _run(
     while batches:
         batch = batches.popleft()
         width = int(lengths[batch].max())
-        padded = width * len(batch)
+        is_packed = int(widths[batch].sum() + skipped[batch[0]]) <= packed_tokens
+        padded = packed_tokens if is_packed else width * len(batch)
         result = None
         try:
             result = classifier.logits(encoded, batch, with_mask)
@@ -322,7 +339,9 @@ def _run(
             counters += Counters(oom_events=1)
             remaining = np.concatenate([batch, *batches])
             row = int(batch[0])
-            if len(batch) == 1 and row in tried_alone:
+            if is_packed:
+                classifier.packed_tokens = packed_tokens = 0
+            elif len(batch) == 1 and row in tried_alone:
                 too_large.add(row)
                 remaining = remaining[1:]
                 sizes.batch_size = size_before  # the row does not fit with any batch size
@@ -332,7 +351,7 @@ def _run(
                     tried_alone.add(row)
                 width = int(widths[batch].max())
                 sizes.shrink(len(batch), width * len(batch), width, int(skipped[row]))
-            batches = sizes.cut(widths, remaining, skipped)
+            batches = sizes.cut(widths, remaining, skipped, packed_tokens)
         is_wanted = report(counters.rows, counters.tokens, counters.padded_tokens) is not False
         if is_wanted or not can_stop or not batches:
             continue

@@ -27,6 +27,7 @@ from ensemble.members.huggingface.loading.float32_retry import (
 from ensemble.members.huggingface.loading.load import Loaded, load, max_length
 from ensemble.members.huggingface.loading.model import from_pretrained
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
+from ensemble.members.huggingface.scoring.batching import MemoryLimit
 from ensemble.members.huggingface.scoring.classifier import Classifier, probabilities
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Encoding, Mode, Scorer, Shortcut, compute
@@ -39,6 +40,8 @@ from ensemble.members.huggingface.scoring.warmup import (
 )
 from ensemble.members.huggingface.spec import (
     CAPPED_BLOCKS,
+    FLEX,
+    FLEX_BLOCK,
     LANGUAGE_MODEL,
     CheckpointSpec,
     ModelSpec,
@@ -192,7 +195,7 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         if parts:
             longest = max(parts, key=lambda text: len("".join(text)))
             cut = [part[:MAX_CHARACTERS] for part in longest]
-            if spec.attn_implementation == CAPPED_BLOCKS:
+            if spec.attn_implementation in (CAPPED_BLOCKS, FLEX):
                 cut = [(part * MAX_CHARACTERS_OF_BLOCKS)[:MAX_CHARACTERS_OF_BLOCKS] for part in longest]
             self._warmup_texts.append((cut[0], cut[1]) if is_pair else cut[0])
         self._warmup = self._prompts[0].encode_texts(self._warmup_texts)
@@ -279,8 +282,16 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
                     "repeated gives other probabilities, as plain transformers does"
                 )
             tolerates_padding = warm_up.tolerates_padding()
+            tolerance = 1e-4 if warm_up.is_exact else 5e-2
             if tolerates_padding and not spec.torch_compile:
-                self._take_shortcuts(1e-4 if warm_up.is_exact else 5e-2)
+                self._take_shortcuts(tolerance)
+            if loaded.attn_implementation == FLEX:
+                tokens = self._packed_tokens(loaded.memory)
+                not_packed = warm_up.pack(loaded.model, tokens, loaded.dtype, spec.compile_timeout)
+                if not_packed:
+                    notes.append(not_packed)
+                else:
+                    self._take_shortcuts(tolerance)  # once more: packed rows share tokens in another way
         if Shortcut.NO_MASK in self._classifier.taken:
             # Without a mask transformers would ask the device in each pass whether rows are packed into one.
             masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -309,6 +320,17 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             room_bytes=self._choice().room_bytes,
             max_room_bytes=loaded.max_room_bytes,
         )
+
+    def _packed_tokens(self, memory: MemoryLimit | None) -> int:
+        """Return the tokens of a packed batch; longer rows come into padded batches."""
+        budget, width = self._loaded.token_budget, self._spec.width or self._max_length
+        tokens = budget if memory is None else min(budget, memory.tokens_at(min(width, self._max_length)))
+        return tokens - tokens % FLEX_BLOCK
+
+    def follow(self, choice: BatchChoice) -> None:
+        super().follow(choice)
+        if self._classifier.packed_tokens:
+            self._classifier.packed_tokens = self._packed_tokens(self._sizes.memory)
 
     def use_job(self, job: int) -> None:
         self._job = job

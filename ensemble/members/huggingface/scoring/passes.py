@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
+from ensemble.members.huggingface.loading.kernels import compile_in_this_process
 from ensemble.members.huggingface.spec import CheckpointSpec
 
 
@@ -67,10 +67,7 @@ def _alternatives(spec: CheckpointSpec, model: Any, layer: str, on_cpu: bool) ->
 
 def compile_model(model: Any, first_passes: Callable[[], object]) -> None:
     """Compile the body of a model for batches of any size, and run it, so that compiling counts as loading."""
-    from torch._inductor import config
-
-    # Processes that torch starts would outlive a worker that is killed.
-    config.compile_threads = int(os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1"))
+    compile_in_this_process()
     body = getattr(model, model.base_model_prefix, model)
     body.compile(dynamic=True)  # by default torch takes the first size for the only one
     try:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -12,9 +15,16 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from ensemble.common.torch_errors import Verdict, classify
+from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
+from ensemble.members.huggingface.loading.flex_attention import is_given_up
 from ensemble.members.huggingface.scoring.forward import Encoding, Mode, Scorer, Shortcut
-from ensemble.members.huggingface.spec import CAPPED_BLOCKS, QUERIES_PER_BLOCK
+from ensemble.members.huggingface.spec import (
+    CAPPED_BLOCKS,
+    FLEX,
+    QUERIES_PER_BLOCK,
+    choose_attention,
+    is_soft_capped,
+)
 
 # The first text is short, so that beside the other it is mostly padding.
 TEXTS = ("one", "one two three four five six seven eight nine ten eleven twelve")
@@ -65,18 +75,16 @@ class WarmUp:
         if chosen == _EAGER:
             return ""
         skipped = f"its attention ({chosen}) was not compared with eager: {type(model).__name__} "
-        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        parts = _parts(model)
         try:
             can_change = all(part._can_set_attn_implementation() for part in parts)
         except (OSError, KeyError, TypeError):  # transformers reads their source
             can_change = False
         if not can_change:
             return skipped + "cannot change it once it is loaded"
-        attempts: list[tuple[Mode, float]] = [(nullcontext, _EXACT_TOLERANCE)]
-        if not self.is_exact:
-            attempts = [(nullcontext, _TOLERANCES.get(dtype, _TOLERANCES["bfloat16"]))]
-            if self.in_float32 is not None and "flash" not in chosen:
-                attempts.append((self.in_float32, _FLOAT32_TOLERANCE))
+        attempts: list[tuple[Mode, float]] = [(nullcontext, self._rounding(dtype))]
+        if not self.is_exact and self.in_float32 is not None and "flash" not in chosen:
+            attempts.append((self.in_float32, _FLOAT32_TOLERANCE))
         rows = np.arange(len(self.encoded.lengths))
         try:
             for mode, tolerance in attempts:
@@ -97,13 +105,65 @@ class WarmUp:
                     return ""
         except torch.OutOfMemoryError:
             return ""  # the first chunk will fail with a better message
-        if chosen == CAPPED_BLOCKS and not is_asked:
-            _set_eager(parts)
+        if chosen in (CAPPED_BLOCKS, FLEX) and not is_asked:
+            _set_attention(parts, _EAGER)
             return f"eager attention, as {CAPPED_BLOCKS} gives other numbers for this model"
         raise ValueError(
             f"attn_implementation: {chosen} gives other numbers than {_EAGER} on the same texts: logits differ "
             f"by {difference:.2g} of the largest, and {tolerance:g} is what rounding does in {dtype}; set "
             f"attn_implementation: {_EAGER} for this member"
+        )
+
+    def pack(self, model: Any, tokens: int, dtype: str, timeout: float) -> str:
+        """Let rows stand one behind the other in batches of so many tokens, if their numbers stay the same.
+
+        They are compared with those of padded batches, whose attention was compared with eager. Otherwise the model
+        gets the attention that suits padded batches.
+
+        Args:
+            timeout: seconds for compiling.
+
+        Returns:
+            a note: why rows are not packed; empty if they are.
+        """
+        self.classifier.packed_tokens = tokens
+        problem = "these rows cannot stand one behind the other"
+        if self.classifier.packs(self.encoded) >= self.encoded.lengths.sum():
+            problem = self._problem_of_packing(dtype, timeout)
+        if not problem:
+            return ""
+        self.classifier.packed_tokens = 0
+        other = choose_attention(
+            is_soft_capped(model.config.to_dict()), model._supports_sdpa, flash_suits=False
+        )
+        _set_attention(_parts(model), other)
+        worse = self.check_attention(model, dtype, is_asked=False)
+        return f"{worse or f'{other} attention'} instead of {FLEX}: {problem}"
+
+    def _problem_of_packing(self, dtype: str, timeout: float) -> str:
+        rows = np.arange(len(self.encoded.lengths))
+        expected = self._logits(rows, with_mask=True)
+        packed: Future[npt.NDArray[np.float64]] = Future()
+
+        def compute() -> None:
+            try:
+                packed.set_result(self._logits(rows))
+            except BaseException as error:  # for the thread that waits
+                packed.set_exception(error)
+
+        # A thread, which can be left alone where compiling does not end.
+        Thread(target=compute, name="compile", daemon=True).start()
+        try:
+            difference = np.abs(packed.result(timeout) - expected).max() / np.abs(expected).max(initial=1)
+        except FutureTimeoutError:
+            is_given_up.set()
+            return f"it was not compiled within {timeout:g} s (compile_timeout)"
+        except Exception as error:  # compilers raise many types
+            if classify(error) is Verdict.SUSPECT and not is_out_of_memory(error):
+                raise
+            return f"{type(error).__name__}: {one_line(error)[:160]}"
+        return (
+            "" if difference <= self._rounding(dtype) else f"logits differ by {difference:.2g} of the largest"
         )
 
     def repeats(self) -> bool:
@@ -142,6 +202,10 @@ class WarmUp:
         self._logits(_BOTH)
         self._logits(_SHORT)
 
+    def _rounding(self, dtype: str) -> float:
+        """Return how far logits of two kinds of attention may be apart, relative to the largest."""
+        return _EXACT_TOLERANCE if self.is_exact else _TOLERANCES.get(dtype, _TOLERANCES["bfloat16"])
+
     @property
     def _tolerance(self) -> float:
         return 1e-4 if self.is_exact else 5e-2
@@ -175,18 +239,22 @@ def _eager(parts: list[PreTrainedModel]) -> Iterator[None]:
     """Let a model's parts run with eager attention."""
     before = [(config, config._attn_implementation) for part in parts for config in _configs(part.config)]
     try:
-        _set_eager(parts)
+        _set_attention(parts, _EAGER)
         yield
     finally:
         for config, attention in before:  # outermost first, since each sets those within it
             config._attn_implementation = attention
 
 
-def _set_eager(parts: list[PreTrainedModel]) -> None:
+def _set_attention(parts: list[PreTrainedModel], attention: str) -> None:
     # Through the configs and not by ``set_attn_implementation``, which leaves marks on them in some releases.
     for part in parts:
         for config in _configs(part.config):
-            config._attn_implementation = _EAGER
+            config._attn_implementation = attention
+
+
+def _parts(model: Any) -> list[PreTrainedModel]:
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
 
 
 def _configs(config: Any) -> Iterator[Any]:

@@ -30,6 +30,7 @@ from ensemble.members.huggingface.spec import (
     BACKBONE,
     CAPPED_BLOCKS,
     CLASSIFIER,
+    FLEX,
     HEAD_FILE,
     LANGUAGE_MODEL,
     ModelSpec,
@@ -208,7 +209,7 @@ def _set_labels(
 def _load(spec: ModelSpec, config: Any, dtype: torch.dtype, on_gpu: bool) -> tuple[Any, dict[str, Any]]:
     """Return the base with the attention that it was trained with, and how loading went."""
     attention = spec.attn_implementation
-    if attention in (None, CAPPED_BLOCKS):
+    if attention in (None, CAPPED_BLOCKS, FLEX):
         attention = choose_attention(is_soft_capped(config.to_dict()), supports_sdpa=True, flash_suits=False)
     options = {
         **placement_options(spec, on_gpu),
