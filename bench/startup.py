@@ -85,7 +85,7 @@ def compare(repeats: int, warm: bool = True) -> list[dict[str, object]]:
         environment = {**os.environ, "PYTHONPATH": str(_compiled(folder / "package"))}
         prepared = prepare(load_config(CONFIG, [f"output_dir={folder / 'worker'}"]))
         member = prepared.plan.models[0]
-        start = _published(prepared, member)
+        start = published(prepared, member)
         model = member.model.model_dump()["model_name_or_path"]
         ways: dict[str, Callable[[], _Sample]] = {
             _BARE_TITLE: lambda: _bare(model, environment),
@@ -133,7 +133,7 @@ def _compiled(folder: Path) -> Path:
     return folder
 
 
-def _published(prepared: Prepared, member: ModelPlan) -> Start:
+def published(prepared: Prepared, member: ModelPlan) -> Start:
     """The table and the order where a worker looks for them, and what it is told."""
     rundir = RunDir(prepared.config.output_dir)
     rundir.create()

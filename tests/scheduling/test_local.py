@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ensemble.common.protocol import Failed, Stop
-from ensemble.scheduling.launchers.local import LocalWorker
+from ensemble.scheduling.launchers.local import LocalLauncher, LocalWorker
 from tests.members.huggingface.scoring.test_predict import start, worker_spec
 from tests.waiting import PATIENCE_SECONDS, wait_until
 from tests.worker.test_session import publish
@@ -73,6 +73,20 @@ def test_it_ends_when_its_standard_input_does(worker: LocalWorker) -> None:
     worker._process.stdin.close()
     wait_until_closed(worker)
     assert worker.close().code == 1
+
+
+def test_the_end_of_a_process_that_has_closed_its_channel_is_not_waited_for_in_vain(
+    worker: LocalWorker,
+) -> None:
+    """A GPU is free when its process has ended, which on a GPU is some time after the last event."""
+    launcher = LocalLauncher({})
+    assert worker._process.stdin is not None
+    worker._process.stdin.close()
+    wait_until_closed(worker)
+    assert launcher.wait([worker], 30) == [worker]
+    assert worker.has_exited()
+    worker.close()
+    assert launcher.wait([worker], 0) == []
 
 
 def test_a_killed_process_tells_its_signal_and_is_reaped(worker: LocalWorker) -> None:

@@ -63,9 +63,11 @@ class LocalLauncher(Launcher):
     def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
         with selectors.DefaultSelector() as selector:
             for handle in handles:
-                if handle.is_open:
-                    assert isinstance(handle, LocalWorker)
-                    selector.register(handle.events_fd, selectors.EVENT_READ, handle)
+                assert isinstance(handle, LocalWorker)
+                # A process closes its channel some time before it has ended and its GPU is free.
+                awaited = handle.events_fd if handle.is_open else handle.exit_fd
+                if awaited >= 0:
+                    selector.register(awaited, selectors.EVENT_READ, handle)
             return [key.data for key, _ in selector.select(timeout_seconds)]
 
 
@@ -75,6 +77,9 @@ class LocalWorker(Handle):
     Args:
         environment: added to this process's environment, such as CUDA_VISIBLE_DEVICES.
         scratch: a folder that is removed after its end.
+
+    Attributes:
+        exit_fd: becomes readable when the process has ended; -1 where the kernel has no such descriptors.
     """
 
     def __init__(self, environment: Mapping[str, str], log: Path, scratch: Path | None = None) -> None:
@@ -109,6 +114,9 @@ class LocalWorker(Handle):
             os.close(write_end)
         os.set_blocking(self.events_fd, False)
         self.process = str(self._process.pid)
+        self.exit_fd = -1
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, a kernel before 5.3, or a sandbox
+            self.exit_fd = os.pidfd_open(self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -158,6 +166,9 @@ class LocalWorker(Handle):
         if self.events_fd >= 0:
             os.close(self.events_fd)
             self.events_fd, self.is_open = -1, False
+        if self.exit_fd >= 0:
+            os.close(self.exit_fd)
+            self.exit_fd = -1
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
         if code == -signal.SIGKILL and oom_kills() > self._oom_kills:

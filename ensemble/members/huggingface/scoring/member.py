@@ -72,6 +72,9 @@ class CheckpointMember(Predictor, Generic[_C, _E]):
         self._table = table
         self._starts_in_float32 = False
         self._sizes: BatchSizes
+        if spec.gpus:
+            # Starts the driver in this process; it takes no memory of the device, which may still be another's.
+            torch.cuda.is_available()
 
     def _values(self, logits: torch.Tensor) -> npt.NDArray[np.float64]:
         """Return probabilities by the config's labels, float64 [rows, labels], for the classifier's numbers."""

@@ -64,6 +64,20 @@ def test_half_precision_is_no_further_from_float32(architecture: str, dtype: tor
     assert (logits(model) - exact).abs().mean() <= 1.5 * before
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_one_large_weight_hides_no_wrong_formula(architecture: str, dtype: torch.dtype) -> None:
+    """Rounding at 3,000 is larger than all other numbers of a row."""
+    model = model_of(architecture, dtype)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight[7] = 3000
+    assert fuse_norms(model)
+    fused = [module for module in model.modules() if isinstance(module, FusedNorm)]
+    assert {module.adds_one for module in fused} == {architecture.startswith("gemma")}
+
+
 def test_norms_in_another_type_than_their_input_compute_as_before() -> None:
     model = model_of("llama", torch.bfloat16)
     for name, module in model.named_modules():

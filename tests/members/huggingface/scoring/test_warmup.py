@@ -95,6 +95,16 @@ def warmed_up(model: Any) -> Any:
     return classifier
 
 
+def test_padding_takes_two_passes() -> None:
+    """On a GPU each pass of a large model is a tenth of a second between two members."""
+    import transformers
+
+    model, passes = model_of(CASES["bert"][0](transformers)), []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    warmed_up(model)
+    assert len(passes) == 2
+
+
 def looks_both_ways(model: Any) -> bool:
     """Whether a token's states depend on a later one."""
     import torch
