@@ -145,7 +145,7 @@ def flex(
         return capped_blocks(
             module, query, key, value, attention_mask, scaling, softcap, sliding_window, **kwargs
         )
-    result = _compiled()(
+    result = compiled_attention()(
         query,
         key,
         value,
@@ -160,7 +160,9 @@ def flex(
 
 
 @functools.cache
-def _compiled() -> Callable[..., torch.Tensor]:
+def compiled_attention() -> Callable[..., torch.Tensor]:
+    """Import torch's compiler, which takes seconds and no device; what is returned compiles when it is called."""
+    import torch._inductor.compile_fx
     from torch.nn.attention.flex_attention import flex_attention
 
     compile_in_this_process()

@@ -19,6 +19,7 @@ from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.checkpoint.tokenizer_files import has_learnt_segments, loses_segments
 from ensemble.members.huggingface.loading.checks import ROWS, check_tokenizer
+from ensemble.members.huggingface.loading.flex_attention import compiled_attention
 from ensemble.members.huggingface.loading.float32_retry import (
     in_float32,
     uses_half_precision,
@@ -182,6 +183,8 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
     def __init__(self, spec: S, table: PublishedTable) -> None:
         super().__init__(spec, table)
         self._job = 0
+        if spec.attn_implementation == FLEX:
+            compiled_attention()
         self._tokenizer = load_tokenizer(spec)
         # The model's own limit is not known yet.
         self._max_length = max_length(spec, self._tokenizer)
