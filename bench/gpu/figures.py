@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,21 +70,15 @@ def flops(shape: Mapping[str, Any], parameters: int, lengths: Sequence[int]) -> 
     return 2.0 * weights * sum(lengths) + 2.0 * width * pairs
 
 
-def member_row(
-    member: Mapping[str, Any],
-    operations_per_token: float,
-    peak: float,
-    gaps: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
+def member_row(member: Mapping[str, Any], operations_per_token: float, peak: float) -> dict[str, Any]:
     """Return a row of the table of members.
 
     Args:
         peak: the device's floating-point operations a second.
-        gaps: run.json's, of all members.
     """
-    speed, worker = speed_of(member), member["workers"][0]
-    idle = [gap["seconds"] for gap in gaps if gap["before"] == member["name"]]
+    speed, worker = speed_of(member), member["workers"][-1]  # one before it may have failed
     forward, closed = speed.forward_tokens_per_second, worker["closed"]
+    planned, allocated = planned_and_allocated(member)
     return {
         "member": member["name"],
         "weights": worker["ready"]["dtype"],
@@ -96,9 +90,51 @@ def member_row(
         "tokens/s in forward passes": round(forward) if forward is not None else None,
         "share of peak in them": forward * operations_per_token / peak if forward is not None else None,
         "load, s": worker["load_seconds"],
-        "device idle before it, s": max(idle) if idle else None,
         "peak, GiB": round((closed["peak_gpu_memory_bytes"] or closed["peak_memory_bytes"] or 0) / GIB, 2),
+        "planned / allocated": planned / allocated if planned and allocated else None,
+        "notes": "; ".join(worker["ready"]["notes"]),
     }
+
+
+def planned_and_allocated(member: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """A member of run.json -> bytes that a GPU was planned to hold at most, and what torch held of it.
+
+    Neither counts CUDA's context.  The plan forecasts what tensors take; torch reserves more.
+    """
+    forecast = member["forecast"]
+    planned = forecast["peak_bytes"] - forecast["context_bytes"] if forecast else None
+    closed = [worker["closed"] for worker in member["workers"] if worker["closed"]]
+    peaks = [each.get("peak_gpu_allocated_bytes") or each["peak_gpu_memory_bytes"] or 0 for each in closed]
+    return planned, max(peaks, default=0) or None
+
+
+def gap_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A run.json -> a row for each gap between two members on a device, with its parts, in seconds.
+
+    Where imports were not done when the device was free, the member before computed for too short a time, and the
+    gap is no figure for longer ones.
+    """
+    workers = {
+        member["name"]: [worker for worker in member["workers"] if worker["computed_from"] is not None]
+        for member in report["members"]
+    }
+    rows = []
+    for gap in report.get("idle_gaps", ()):
+        before, behind = workers[gap["after"]][-1], workers[gap["before"]][0]
+        ended = before["leased_after_seconds"] + before["life_seconds"]
+        leased = behind["leased_after_seconds"]
+        imports = max(0.0, behind["started_after_seconds"] + behind["start_seconds"] - leased)
+        rows.append(
+            {
+                "between": f"{gap['after']} and {gap['before']}",
+                "gap, s": gap["seconds"],
+                "its process ends": ended - before["computed_to"],
+                "memory is back": leased - ended,
+                "late imports": imports,
+                "loading": behind["computed_from"] - leased - imports,
+            }
+        )
+    return rows
 
 
 def by_hand_row(
@@ -119,21 +155,11 @@ def by_hand_row(
     }
 
 
-def compared(rows: Sequence[dict[str, Any]], sweep: Collection[str]) -> list[dict[str, Any]]:
-    """Add to each row its share of the fastest member's speed, and its speed by the hand-made loop's.
-
-    Args:
-        sweep: the members that differ in their budget alone.
-    """
+def compared(rows: Sequence[dict[str, Any]], base: str) -> list[dict[str, Any]]:
+    """Add to each row its speed by that of the row whose member is ``base``, where there is one."""
     speeds = {row["member"]: row["tokens/s"] for row in rows}
-    best = max(speed for name, speed in speeds.items() if name in sweep)
-    by_hand = speeds.get(BY_HAND)
-    added = []
-    for row in rows:
-        speed = speeds[row["member"]]
-        shares = {"of the best budget's": speed / best, "of the loop's": speed / by_hand if by_hand else None}
-        added.append({**row, **shares})
-    return added
+    by = speeds.get(base)
+    return [{**row, f"times {base}": row["tokens/s"] / by if by else None} for row in rows]
 
 
 def gpus_row(member: Mapping[str, Any], gpus: int, alone: Speed) -> dict[str, Any]:

@@ -18,13 +18,16 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAnd
 
 from bench.gpu.peak import half_precision
 from ensemble.members.huggingface.loading.capped_attention import register_capped_blocks
+from ensemble.members.huggingface.loading.flex_attention import register_flex
 from ensemble.members.huggingface.loading.fused_norms import fuse_norms
-from ensemble.members.huggingface.loading.kernels import capability, choose_kernels
+from ensemble.members.huggingface.loading.kernels import AMPERE, capability, choose_kernels
 from ensemble.members.huggingface.scoring.classifier import Classifier
 from ensemble.members.huggingface.scoring.encode import Encoded
-from ensemble.members.huggingface.spec import choose_attention, is_soft_capped
+from ensemble.members.huggingface.scoring.forward import Shortcut
+from ensemble.members.huggingface.spec import FLEX, choose_attention, is_soft_capped
 
-ROWS = 8
+# Of a batch of 16,384 tokens.
+ROWS, WIDTH = 8, 2048
 # Passes that a worker has in a GPU's queue at a time; the host waits after the last one.
 _QUEUED = 4
 _SECONDS = 2.0
@@ -76,11 +79,9 @@ def ways(
 ) -> Iterator[dict[str, object]]:
     """Each row has what the row before it has, and one thing more."""
     attention, on_gpu = attention_of(folder), device.type == "cuda"
-    longest = 2000 if on_gpu else 100
-    batches = {
-        "equal lengths": made_up_rows([longest] * ROWS),
-        "lengths apart": made_up_rows([longest - longest // 20 * row for row in range(ROWS)]),
-    }
+    longest = WIDTH if on_gpu else 128
+    apart = np.linspace(0.6 * longest, longest, 10).astype(int)  # as many tokens, in ten rows
+    batches = {"equal lengths": made_up_rows([longest] * ROWS), "lengths apart": made_up_rows(apart.tolist())}
     model = load(folder, attention, device, quantization)
     classifier = Classifier(model, 0)
     before: dict[str, float] = {}
@@ -104,6 +105,22 @@ def ways(
         yield measured(f"and {', '.join(shortcuts).lower().replace('_', ' ')}")
     if fused := fuse_norms(model):
         yield measured(f"and {fused} fused norms")
+    if packs(device):
+        pack(classifier, ROWS * longest)
+        yield measured(f"and {FLEX} attention, packed")
+
+
+def packs(device: torch.device) -> bool:
+    """Whether rows can be packed here without compiling for minutes: on GPUs that the compiler knows."""
+    return (capability(device.type == "cuda") or (0, 0)) >= AMPERE
+
+
+def pack(classifier: Classifier, tokens: int) -> None:
+    """Let rows stand one behind the other from now on, in batches of so many tokens."""
+    register_flex()
+    classifier._model.config._attn_implementation = FLEX
+    classifier.taken |= {Shortcut.LAST_TOKEN, Shortcut.NO_MASK}
+    classifier.packed_tokens = tokens
 
 
 def main() -> None:

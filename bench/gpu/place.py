@@ -38,6 +38,7 @@ LABELS = ["a", "b", "tie"]
 MAX_LENGTH = 512
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 GIB = 1 << 30
+AMPERE = (8, 0)
 RUN_SECONDS = 180.0
 # Left free on the disk beside a model.
 _DISK_MARGIN_BYTES = 2 * GIB
@@ -98,8 +99,13 @@ MIDDLE = Model("gemma2b", GEMMA_2_2B, 4.9, 8, 5)
 GEMMA = Model("gemma9b", GEMMA_2_9B, 17.3, 20, 9)
 LLAMA = Model("llama8b", LLAMA_3_8B, 14, 17, 9)
 ENCODER = Model("encoder", BGE_RERANKER_M3, 1.1, 3, 3)
-# Gemma-2 with few layers, whose scores are far beyond its cap; and the same without one that matters.
-_SHARP = {"num_hidden_layers": 4, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.5}
+# Gemma-2 with few layers, half of which see few tokens, and scores far beyond its cap; the same without such a cap.
+_SHARP = {
+    "num_hidden_layers": 4,
+    "query_pre_attn_scalar": 1,
+    "attn_logit_softcapping": 0.5,
+    "sliding_window": 40,
+}
 CAPPED = Model("capped", GEMMA_2_2B, 2, 3, 3, _SHARP)
 UNCAPPED = Model("uncapped", GEMMA_2_2B, 2, 3, 3, {**_SHARP, "attn_logit_softcapping": 1e4})
 # Llama with few layers: four queries share a key.
@@ -189,6 +195,12 @@ class Place:
     def roomiest(self) -> Device | None:
         """The GPU with most memory free; None where there is none."""
         return max(self.gpus, key=lambda gpu: gpu.total_bytes - gpu.used_bytes, default=None)
+
+    @property
+    def is_ampere(self) -> bool:
+        """Whether all GPUs have the compute capability that flash-attention 2 and flex take, 8.0 or a later one."""
+        able = [gpu.compute_capability is not None and gpu.compute_capability >= AMPERE for gpu in self.gpus]
+        return bool(able) and all(able)
 
     def too_late(self) -> str:
         return f"the {self._seconds:.0f} s for everything were over"
@@ -303,10 +315,16 @@ class Place:
             except Failed as error:
                 texts["error.txt"] = str(error)
                 raise
-        document: dict[str, Any] = json.loads((self.folder / name / "run.json").read_text(encoding="utf-8"))
+        document = self.report(name)
         if not self.is_rehearsal:
             check_devices(document)
         return document
+
+    def report(self, run: str) -> dict[str, Any]:
+        """Return a run's run.json; {} where it has none."""
+        path = self.folder / run / "run.json"
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return report
 
     def call(
         self,

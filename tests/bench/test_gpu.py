@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.gpu import measuring as command
-from bench.gpu.figures import by_hand_row, compared, flops, gpus_row, member_row, speed_of
+from bench.gpu.figures import by_hand_row, compared, flops, gap_rows, gpus_row, member_row, speed_of
 from tests.checkpoints import make_checkpoint
 
 SHAPE = {"vocab_size": 100, "hidden_size": 10, "num_attention_heads": 2, "num_hidden_layers": 3}
@@ -18,9 +18,11 @@ def member(
     seconds: float = 2.0, tokens: int = 1000, budget: int | None = 4096, **worker: Any
 ) -> dict[str, Any]:
     counters = {"tokens": tokens, "predict_seconds": seconds, "forward_seconds": seconds / 2, **worker}
-    ready = {"parameters": 2000, "token_budget": budget, "dtype": "bfloat16", "attn_implementation": "sdpa"}
+    ready = {"parameters": 2000, "token_budget": budget, "dtype": "bfloat16", "attn_implementation": "sdpa",
+             "notes": ["slow"]}  # fmt: skip
     known = {"load_seconds": 1.5, "ready": ready, "closed": {"peak_gpu_memory_bytes": 1 << 30}}
-    return {"name": "m", "workers": [{**known, "counters": counters}]}
+    forecast = {"peak_bytes": 2 << 30, "context_bytes": 1 << 29}
+    return {"name": "m", "forecast": forecast, "workers": [{**known, "counters": counters}]}
 
 
 def test_operations_are_those_that_torch_counts(tmp_path: Path) -> None:
@@ -45,32 +47,48 @@ def test_operations_are_those_that_torch_counts(tmp_path: Path) -> None:
 
 
 def test_a_member_is_held_to_the_peak() -> None:
-    gaps = [{"device": "GPU-0", "after": "x", "before": "m", "seconds": 0.7},
-            {"device": "GPU-0", "after": "m", "before": "y", "seconds": 9.0}]  # fmt: skip
     per_token = flops(SHAPE, 2000, [100] * 10) / 1000
     assert per_token == 2 * (2000 - 1000) + 2 * 3 * 10 * 100
-    row = member_row(member(), per_token, peak=1e7, gaps=gaps)
+    row = member_row(member(), per_token, peak=1e7)
     assert row["tokens/s"] == 500
     assert row["share of peak"] == pytest.approx(500 * per_token / 1e7)
     assert row["share of peak in them"] == pytest.approx(1000 * per_token / 1e7)
-    assert row["device idle before it, s"] == 0.7
-    assert member_row(member(forward_seconds=0.0), per_token, 1e7, [])["share of peak in them"] is None
+    assert row["planned / allocated"] == 1.5, "without CUDA's context"
+    assert member_row(member(forward_seconds=0.0), per_token, 1e7)["share of peak in them"] is None
     with pytest.raises(ValueError, match="m computed nothing"):
         speed_of(member(tokens=0))
 
 
-def test_speeds_are_held_to_the_best_budget_and_to_the_loop() -> None:
+def test_speeds_are_held_to_one_of_them() -> None:
     rows = [
-        {**member_row(member(seconds), 1.0, 1e7, []), "member": name}
-        for name, seconds in (("chosen", 2.0), ("of-8192", 1.6), ("eight-bits", 1.0))
+        {**member_row(member(seconds), 1.0, 1e7), "member": name}
+        for name, seconds in (("flex", 2.0), ("eager", 4.0))
     ]
-    loop = {"tokens": 1000, "seconds": 4.0, "dtype": "bfloat16", "load_seconds": 1.0}
+    loop = {"tokens": 1000, "seconds": 5.0, "dtype": "bfloat16", "load_seconds": 1.0}
     rows.append(by_hand_row(loop, "sdpa", 16_384, 1.0, 1e7))
-    shares = [
-        (row["of the best budget's"], row["of the loop's"]) for row in compared(rows, ["chosen", "of-8192"])
+    assert [row["times eager"] for row in compared(rows, "eager")] == [2.0, 1.0, 0.8]
+    assert compared(rows, "gone")[0]["times gone"] is None
+
+
+def test_a_gap_is_split_into_its_parts() -> None:
+    first = {"computed_from": 5.0, "leased_after_seconds": 1.0, "life_seconds": 30.0, "computed_to": 30.2}
+    second = {"started_after_seconds": 20.0, "start_seconds": 9.0, "leased_after_seconds": 31.5}
+    members = [
+        {"name": "a", "workers": [first]},
+        {"name": "b", "workers": [{**second, "computed_from": 35.0}]},
     ]
-    assert shares == [(0.8, 2.0), (1.0, 2.5), (1.6, 4.0), (0.4, 1.0)]
-    assert compared(rows[:1], ["chosen"])[0]["of the loop's"] is None
+    report = {
+        "members": members,
+        "idle_gaps": [{"device": "GPU-0", "after": "a", "before": "b", "seconds": 4.8}],
+    }
+    (row,) = gap_rows(report)
+    parts = ("its process ends", "memory is back", "late imports", "loading")
+    assert [row[part] for part in parts] == pytest.approx([0.8, 0.5, 0.0, 3.5])
+    second["start_seconds"] = 13.0
+    members[1]["workers"] = [{**second, "computed_from": 35.0}]
+    (row,) = gap_rows(report)
+    assert [row[part] for part in parts] == pytest.approx([0.8, 0.5, 1.5, 2.0])
+    assert sum(row[part] for part in parts) == pytest.approx(row["gap, s"])
 
 
 def test_workers_on_several_gpus_are_counted_together() -> None:
@@ -93,8 +111,10 @@ def test_a_rehearsal_goes_through_all_of_it(capsys: pytest.CaptureFixture[str]) 
     assert "No figure" not in message
     assert "| -" not in message, "a share below nothing"
     for model in ("gemma9b", "llama8b", "encoder", "g270"):
-        assert f"{model}, 24 " in message
-    assert message.count("| hand-made loop | float32 |") == 4
+        assert f"{model}, 24 rows" in message
+    assert message.count("| hand-made loop | float32 |") == 3
+    assert message.count("| flex | float32 | capped_blocks |") == 1, "on a CPU, with the note of why"
+    assert message.count("| nf4 | float32 |") == message.count("| int8 | float32 |") == 1
     assert "| capped_blocks attention |" in message
     assert "fused norms |" in message
     assert "| over-two | 2 | 1 |" in message

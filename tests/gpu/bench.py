@@ -1,4 +1,4 @@
-"""Where the checks run: a place with models, the checks' tables, and runs with less memory than there is."""
+"""Where the checks run: a place with models, the checks' tables, and runs as on another GPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +27,6 @@ TAILED_ROWS = 400
 class Bench(Place):
     """A folder with models and tables."""
 
-    @property
-    def can_use_flash_attention(self) -> bool:
-        """Whether flash-attention 2 is installed and for these GPUs; that it works is for a check to see."""
-        able = [gpu.compute_capability is not None and gpu.compute_capability >= (8, 0) for gpu in self.gpus]
-        return find_spec("flash_attn") is not None and any(able) and all(able)
-
     def measure(
         self,
         name: str,
@@ -42,7 +34,6 @@ class Bench(Place):
         table: str = "tailed",
         rows: int = TAILED_ROWS,
         devices: Sequence[str] | None = None,
-        gpu_bytes: int | None = None,
         capability: str = "",
         max_length: int = MAX_LENGTH,
         workers_per_gpu: int = 1,
@@ -51,7 +42,6 @@ class Bench(Place):
 
         Args:
             table: ``tailed``, ``even`` or ``long``.
-            gpu_bytes: what torch may take of a GPU; None: all of it.
             capability: what the GPU is to say of itself, such as "7.5"; empty: the truth.
             workers_per_gpu: more than one where speeds do not matter, which saves the time of imports.
 
@@ -59,16 +49,10 @@ class Bench(Place):
             Failed: it took too long, ended with an error, or did not use the GPU.
             Skip: the time for all checks was over before its own.
         """
-        variables, folders = {}, []
-        if gpu_bytes is not None:
-            variables["TEST_GPU_BYTES"] = str(gpu_bytes)
-            folders.append("fraction")
+        variables = {}
         if capability:
             variables["TEST_GPU_CAPABILITY"] = capability
-            folders.append("capability")
-        assert len(folders) < 2, "Python runs one sitecustomize"
-        if folders:
-            paths = [str(Path(__file__).with_name(folders[0])), os.environ.get("PYTHONPATH", "")]
+            paths = [str(Path(__file__).with_name("capability")), os.environ.get("PYTHONPATH", "")]
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         return self.run(
             name,
@@ -103,28 +87,6 @@ class Bench(Place):
             time.sleep(0.01)
         process.kill()
         process.wait()
-
-    @contextmanager
-    def memory_taken(self, size: int) -> Iterator[None]:
-        """While entered, another process holds so many bytes of the roomiest GPU; of none where there is none."""
-        code = (
-            "import sys, torch\n"
-            "if torch.cuda.is_available(): held = torch.zeros(int(sys.argv[1]), dtype=torch.uint8, device='cuda')\n"
-            "print('held', flush=True)\nsys.stdin.read()"
-        )
-        variables = dict(os.environ)
-        if self.roomiest is not None:
-            variables["CUDA_VISIBLE_DEVICES"] = self.roomiest.uuid
-        pipe = subprocess.PIPE
-        with subprocess.Popen(
-            [sys.executable, "-c", code, str(size)], env=variables, stdin=pipe, stdout=pipe, text=True
-        ) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            try:
-                yield
-            finally:
-                process.communicate()
 
     def prediction_bytes(self, run: str, member: str) -> bytes:
         return (self.folder / run / "predictions" / f"{member}.csv").read_bytes()

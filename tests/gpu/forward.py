@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForSequenceClassification
 
-from bench.gpu.passes import ROWS, attention_of, load, made_up_rows
+from bench.gpu.passes import ROWS, WIDTH, attention_of, load, made_up_rows, pack, packs
 from bench.shapes import LLAMA_3_8B, make_full_size
 from ensemble.members.huggingface.loading.float32_retry import in_float32
 from ensemble.members.huggingface.loading.fused_norms import fuse_norms
@@ -32,6 +32,7 @@ from ensemble.members.huggingface.loading.kernels import (
 from ensemble.members.huggingface.loading.pair_copies import wrong_pairs
 from ensemble.members.huggingface.scoring.classifier import Classifier
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Computed, Shortcut, compute
+from ensemble.members.huggingface.spec import FLEX
 from tests.gpu.verdicts import Row
 
 _T4 = (7, 5)
@@ -139,7 +140,10 @@ def _profile(folder: Path, device: torch.device) -> Iterator[Row]:
         fuse_norms(model)
     classifier = Classifier(model, 0)
     classifier.taken |= classifier.possible & {Shortcut.LAST_TOKEN, Shortcut.NO_MASK}
-    width = 2000 if device.type == "cuda" else 100
+    width = WIDTH if device.type == "cuda" else 128
+    if packs(device):
+        pack(classifier, ROWS * width)
+        attention = FLEX
     encoded = made_up_rows([width] * ROWS)
     rows = np.arange(ROWS)
     classifier.logits(encoded, rows).cpu()

@@ -33,7 +33,7 @@ def files_of(results: Path, run: str) -> dict[str, str]:
 def test_checks_that_are_killed_leave_what_was_finished(tmp_path: Path) -> None:
     results, temporary = tmp_path / "it's results", tmp_path / "temporary"
     temporary.mkdir()
-    command = [sys.executable, "-m", "tests.gpu", "--rehearse", "--only", "small run,same bytes"]
+    command = [sys.executable, "-m", "tests.gpu", "--rehearse", "--only", "same bytes"]
     with subprocess.Popen(
         [*command, "--results", str(results), "--models", str(tmp_path / "models")],
         cwd=ROOT,
@@ -42,15 +42,15 @@ def test_checks_that_are_killed_leave_what_was_finished(tmp_path: Path) -> None:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     ) as process:
-        wait_until(lambda: (results / "half-once.tar.gz").exists(), "a run of the second check")
+        wait_until(lambda: (results / "twice.tar.gz").exists(), "the second run of the check")
         os.killpg(process.pid, signal.SIGKILL)
     lines = [json.loads(line) for line in (results / "results.jsonl").read_text().splitlines()]
-    assert lines[0]["check"] == "a small run"
+    assert lines[0]["check"] == "same bytes"
     assert lines[0]["verdict"] == "ok"
-    kept = files_of(results, "small")
+    kept = files_of(results, "once")
     assert {"plan.txt", "printed.txt", "run.json", "logs/m-0.log"} <= kept.keys()
     assert "1 replica on the CPU" in kept["plan.txt"]
-    assert tarfile.is_tarfile(results / "half-once.tar.gz"), "of the run that was cut off"
+    assert tarfile.is_tarfile(results / "twice.tar.gz"), "of the run that was cut off"
     assert len(list(results.iterdir())) <= 8
     (left,) = temporary.glob("ensemble gpu *")
     (model,) = (tmp_path / "models").iterdir()

@@ -5,7 +5,6 @@ Nothing is ``ok`` because nothing was measured: outside of a rehearsal that is `
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.gpu.figures import planned_and_allocated
 from bench.gpu.place import GIB, Failed
 
 Row = tuple[str, str]
 # How far the plan may be from the measured peak, either way.
 _PLAN_TOLERANCE = 0.15
-# A device that is free again may hold this much more than before the first run: the driver's own share, and others.
-_RELEASE_BYTES = 512 << 20
-_RELEASE = re.compile(r"(\S+) (released|not free) after ([\d.]+) s, with (\d+|None) bytes in use")
-# Of the planned activation, what a batch is given that must not fit, while its half must.
-_TOO_LITTLE = 0.6
 # A row must be this much closer to itself than to another one for a comparison to say anything.
 _CLOSER = 0.6
 
@@ -59,42 +54,6 @@ class Apart:
         )
 
 
-def releases(log: str, used_before: Mapping[str, int], is_rehearsal: bool) -> Iterator[Row]:
-    """One row for each device that came back.
-
-    Args:
-        log: the text of the run's log.
-        used_before: bytes used by UUID, measured before the first run.
-    """
-    given_back = _RELEASE.findall(log)
-    if not given_back:
-        yield "no device was given back", "skipped" if is_rehearsal else "FAILED"
-    for device, state, seconds, used in given_back:
-        before = used_before.get(device)
-        if used == "None" or before is None:
-            yield f"{device}: its memory was not measured", "FAILED"
-            continue
-        good = state == "released" and int(used) <= before + _RELEASE_BYTES
-        text = f"{device}: {seconds} s, {int(used) / GIB:.2f} GiB used, {before / GIB:.2f} before"
-        yield text, "ok" if good else "FAILED"
-
-
-def too_little(member: Mapping[str, Any]) -> int:
-    """Bytes in which the weights of a member fit, and half of one of its batches, but not the whole batch.
-
-    Args:
-        member: of a run whose batches were all alike.
-
-    Raises:
-        Failed: nothing was planned.
-    """
-    planned = _planned(member)
-    batches = sum(worker["counters"]["batches"] for worker in member["workers"])
-    tokens = sum(worker["counters"]["padded_tokens"] for worker in member["workers"]) / batches
-    activation = planned["peak_bytes"] - planned["context_bytes"] - planned["weight_bytes"]
-    return int(planned["weight_bytes"] + _TOO_LITTLE * tokens * activation / planned["token_budget"])
-
-
 def against_plan(report: Mapping[str, Any], is_rehearsal: bool) -> Iterator[Row]:
     """One row for each member: what a device was planned to hold at most, and what torch held of it.
 
@@ -102,23 +61,15 @@ def against_plan(report: Mapping[str, Any], is_rehearsal: bool) -> Iterator[Row]
     """
     for member in report["members"]:
         name = member["name"]
-        try:
-            planned = _planned(member)
-        except Failed as error:
-            yield str(error), "FAILED"
+        planned, measured = planned_and_allocated(member)
+        if planned is None:
+            yield f"{name}: run.json has no forecast of it, so there is nothing to compare with", "FAILED"
             continue
-        bytes_planned = planned["peak_bytes"] - planned["context_bytes"]
-        # The plan forecasts what tensors take; torch reserves more.
-        peaks = [
-            worker["closed"].get("peak_gpu_allocated_bytes") or worker["closed"]["peak_gpu_memory_bytes"] or 0
-            for worker in member["workers"]
-        ]
-        measured = max(peaks, default=0)
         if not measured:
             yield f"{name}: no peak was measured", "skipped" if is_rehearsal else "FAILED"
             continue
-        ratio = bytes_planned / measured
-        text = f"{name}: planned {bytes_planned / GIB:.2f}, measured {measured / GIB:.2f} GiB, {ratio:.2f}"
+        ratio = planned / measured
+        text = f"{name}: planned {planned / GIB:.2f}, measured {measured / GIB:.2f} GiB, {ratio:.2f}"
         yield text, "ok" if abs(ratio - 1) <= _PLAN_TOLERANCE else "FAILED"
 
 
@@ -145,10 +96,3 @@ def load_and_speed(member: Mapping[str, Any]) -> str:
         f"{ready['dtype']}, {ready['attn_implementation']}, load {worker['load_seconds']:.1f} s, "
         f"{speed:,.0f} tokens/s, peak {peak / GIB:.2f} GiB"
     )
-
-
-def _planned(member: Mapping[str, Any]) -> Mapping[str, Any]:
-    planned = member["forecast"]
-    if planned is None:
-        raise Failed(f"{member['name']}: run.json has no forecast of it, so there is nothing to compare with")
-    return dict(planned)
