@@ -1,4 +1,4 @@
-"""Writes configs/kaggle.ipynb around configs/kaggle.yaml: ``python scripts/make_notebook.py``.
+"""Writes configs/kaggle.ipynb around configs/kaggle*.yaml: ``python scripts/make_notebook.py``.
 
 A test keeps the two in step, and runs the notebook in a folder laid out like Kaggle's.
 """
@@ -12,13 +12,15 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG, NOTEBOOK = ROOT / "configs" / "kaggle.yaml", ROOT / "configs" / "kaggle.ipynb"
+CONFIGS = ROOT / "configs"
+NOTEBOOK = CONFIGS / "kaggle.ipynb"
 
 INTRODUCTION = """\
 # An ensemble of big models on Kaggle, offline
 
-Settings: accelerator **GPU T4 x2**, internet **off**. Inputs: the competition, a dataset or model for each
-checkpoint, and this project: the kit that `scripts/kaggle_kit.py` makes, which brings bitsandbytes, or a checkout.
+Settings: accelerator **GPU T4 x2**, L4 x4 or RTX Pro 6000, internet **off**. Inputs: the competition, a dataset
+or model for each checkpoint, and this project: the kit that `scripts/kaggle_kit.py` makes, which brings
+bitsandbytes, or a checkout.
 
 Every command stops the notebook if it ends badly. (A line that starts with `!` never does: the version would be
 saved, and submitted, with whatever lies there.)"""
@@ -60,7 +62,7 @@ LORA = """\
 %%writefile lora.yaml
 # Over config.yaml: what differs from it, key by key. Leave out what you do not need.
 models:
-  - name: gemma2  # a LoRA adapter over its base, which is quantized as config.yaml says
+  - name: gemma2  # a LoRA adapter over its base, which is loaded as the other files say
     model_name_or_path: {inputs}/gemma-2-9b-it
     adapter_name_or_path: {inputs}/gemma-2-9b-lmsys-lora
 defaults:
@@ -110,8 +112,21 @@ models:
     num_gpus: 0  # or how many of its own the script gets
     weight: 0.1"""
 
+CARD = """\
+import pynvml
+
+CONFIG, GIB = ["config.yaml"], 1 << 30
+try:
+    pynvml.nvmlInit()
+    gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+    size = pynvml.nvmlDeviceGetMemoryInfo(gpu).total
+    if pynvml.nvmlDeviceGetCudaComputeCapability(gpu) >= (8, 0) and size > 20 * GIB:
+        CONFIG.append("rtx6000.yaml" if size > 80 * GIB else "l4.yaml")
+except pynvml.NVMLError as error:
+    print(error)  # no GPU
+print(*CONFIG)"""
+
 CHOSEN = """\
-CONFIG = ["config.yaml"]
 # CONFIG.append("lora.yaml")  # if you have changed it to your inputs
 # CONFIG.append("infer.yaml")"""
 
@@ -139,7 +154,8 @@ def main() -> None:
 
 def cells() -> list[dict[str, Any]]:
     """The notebook's cells."""
-    text = CONFIG.read_text(encoding="utf-8").partition("\n")[2]  # without the editor's path of the schema
+    text = (CONFIGS / "kaggle.yaml").read_text(encoding="utf-8")
+    text = text.partition("\n")[2]  # without the editor's path of the schema
     config = yaml.safe_load(text)
     inputs = Path(config["data"]["path"]).parent
     paths = {"submission": config["submission"]["path"], "sample": config["submission"]["sample"]}
@@ -151,6 +167,9 @@ def cells() -> list[dict[str, Any]]:
         _code("attach", ATTACH),
         _markdown("settings", "The config. Put your own inputs' folders in place of the model paths."),
         _code("config", f"%%writefile config.yaml\n{text.strip()}"),
+        _markdown("cards", "On newer GPUs, by what NVML says: bfloat16 instead of 4 bits."),
+        *(_code(name, f"%%writefile {name}.yaml\n{_overlay(name)}") for name in ("l4", "rtx6000")),
+        _code("card", CARD),
         _markdown(
             "options",
             "An adapter, truncation by column and a swapped view: with `lora.yaml` in `CONFIG`, below.",
@@ -194,6 +213,11 @@ def notebook_text() -> str:
     }
     notebook = {"cells": cells(), "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def _overlay(name: str) -> str:
+    """The keys of configs/kaggle_NAME.yaml, without the comment before them."""
+    return (CONFIGS / f"kaggle_{name}.yaml").read_text(encoding="utf-8").partition("\n\n")[2].strip()
 
 
 def _markdown(name: str, text: str) -> dict[str, Any]:

@@ -45,6 +45,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 def test_no_config_goes_untested() -> None:
     assert {path.name for path in (ROOT / "configs").glob("*.yaml")} == {
         *("demo.yaml", "kaggle.yaml"),
+        *("kaggle_l4.yaml", "kaggle_rtx6000.yaml"),  # tests/test_kaggle_cards.py
         *("csv.yaml", "scripts.yaml", "python.yaml", "onnx.yaml", "mixed.yaml", "causal_lm.yaml"),
         *("pooled.yaml", "views.yaml", "image.yaml", "lora.yaml", "vllm_server.yaml", "jury.yaml"),
         *("train_demo.yaml", "train_command.yaml", "second_stage.yaml"),  # tests/training

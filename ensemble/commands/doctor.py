@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from ensemble.common.device_trials import (
-    CPU,
-    INSTALL_TORCH,
-    DeviceTrial,
-    run_trials,
-    unusable_gpu,
-)
+from ensemble.common.device_trials import CPU, INSTALL_TORCH, DeviceTrial, run_trials, unusable_gpu
 from ensemble.common.errors import DeviceError, EnsembleError
 from ensemble.common.files import free_bytes, unwritable_reason
 from ensemble.common.gpus import (
@@ -38,6 +32,7 @@ from ensemble.common.host import available_memory_bytes, own_groups, total_memor
 from ensemble.common.packages import ANALYSIS, MODULES, Requirement, installed_versions, own_requirements
 from ensemble.common.python_process import keep_pandas_out
 from ensemble.common.text import NO_BREAK, gib, plural
+from ensemble.common.torch_build import torch_problem
 from ensemble.config import LoadedConfig, RunConfig
 from ensemble.jobs.job import compile_models
 from ensemble.members.huggingface.checkpoint.hub import hub_can_be_reached
@@ -346,9 +341,8 @@ def _of_trial(trial: DeviceTrial, driver_cuda: Version | None) -> Iterator[Findi
         reason = report.errors.get("start CUDA", "it sees no GPU")
         yield Finding("problem", *unusable_gpu(report.torch, report.cuda, reason, driver_cuda))
     elif capability and any(words in error for words in _NO_CODE for error in errors.values()):
-        text = f"torch {report.torch} has no code for capability {_dotted(capability)}, only for "
-        advice = f"install a build of torch that has sm_{capability[0]}{capability[1]}: {INSTALL_TORCH}"
-        yield Finding("problem", text + ", ".join(report.architectures), advice)
+        sentence = torch_problem(capability, report.architectures, has_failed=True)
+        yield Finding.of_sentence("problem", sentence, "")
     elif errors and all("CUDA driver error" in error for error in errors.values()):
         text = f"torch {report.torch} cannot allocate with expandable segments here, as on some vGPUs"
         yield Finding("problem", text, "set expandable_segments: false (under defaults, for all members)")

@@ -363,7 +363,7 @@ def _host_bytes(plan: Plan, members: Sequence[MemberRehearsal]) -> int | None:
     peaks = sorted(member.peak_memory_bytes or 0 for member in members for _ in range(member.replicas))
     working = [model for model in plan.models if model.needs_worker]
     on_cpu = max((round(1 / model.cpu_share) for model in working if not model.gpus), default=0)
-    at_a_time = len(plan.gpus) * plan.config.max_workers_per_gpu + on_cpu
+    at_a_time = len(plan.gpus) * plan.config.workers_per_gpu + on_cpu
     standby = STANDBY_HOST_BYTES if plan.gpus and plan.config.standby and len(working) > 1 else 0
     parent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in kB on Linux, see getrusage(2)
     return sum(peaks[-at_a_time:]) + standby + parent

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from ensemble.common.errors import DeviceError
 from ensemble.common.host import available_memory_bytes, total_memory_bytes
 from ensemble.common.text import gib
+from ensemble.common.torch_build import built_for, torch_problem
 
 _MASK = "CUDA_VISIBLE_DEVICES"
 _ORDER = "CUDA_DEVICE_ORDER"
@@ -46,6 +47,7 @@ class Device:
     used_bytes: int  # by all processes, when the device was listed
     node: str = ""  # of a cluster; empty on the run's own machine
     is_held: bool = False  # another job of the cluster has the device
+    torch_problem: str = ""  # why the installed torch cannot compute on it, as far as that is known
 
     @property
     def is_gpu(self) -> bool:
@@ -162,7 +164,8 @@ def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
         elif Path("/dev/kfd").exists():  # of AMD's compute driver, as ROCm's installation guide names it
             other = ", and AMD's GPUs are not used"
         return Inventory((), f"{error}{other}: running on the CPU", None, ())
-    devices = _visible(gpus, environ, warnings)
+    built, seen = built_for(), _visible(gpus, environ, warnings)
+    devices = tuple(replace(gpu, torch_problem=torch_problem(gpu.compute_capability, built)) for gpu in seen)
     if devices:
         return Inventory(devices, "", version, tuple(warnings))
     reason = "no GPU can be used" if gpus else "the NVIDIA driver shows no GPU"

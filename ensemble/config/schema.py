@@ -883,7 +883,7 @@ class RunConfig(StrictConfig):
     devices: DeviceList | None = None  # the GPUs to use; None: all visible ones
     # Where workers run: local, ray (docs/how-to/ray.md), or {name: {settings}}.
     launcher: Launcher | LauncherSettings = "local"
-    max_workers_per_gpu: Count = 1  # workers that share a GPU
+    max_workers_per_gpu: Count | Literal["auto"] = 1  # workers that share a GPU; auto: by members and memory
     cpu_workers: Count | Literal["auto"] = "auto"  # workers at a time on a CPU, which share its cores
     wait_for_gpu: Duration = 0.0  # seconds to wait for memory that other programs use
     retries: Retries = 2  # how often a chunk is tried again, each time in a new worker
@@ -911,6 +911,11 @@ class RunConfig(StrictConfig):
         "devices": "gpus gpu_ids device_ids visible_devices",
         "limit": "max_rows n_rows nrows num_rows",
     }
+
+    @property
+    def workers_per_gpu(self) -> int:
+        """Return how many workers share a GPU; of ``auto`` the plan makes a number."""
+        return 1 if self.max_workers_per_gpu == "auto" else self.max_workers_per_gpu
 
     @property
     def group_columns(self) -> tuple[str, ...]:

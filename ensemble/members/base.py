@@ -86,6 +86,7 @@ class ResourceRequest:
         device_map: the number of a GPU within the lease, "cpu" or "disk" for each part; None: left to the plan.
         max_memory: bytes by the number of a GPU within the lease, or "cpu"; None: left to the plan.
         may_offload: whether weights that do not fit can stay outside the GPU.
+        uses_torch: whether its workers compute with the installed torch, which must have code for their GPUs.
     """
 
     num_gpus: int | None = 0
@@ -99,6 +100,7 @@ class ResourceRequest:
     max_memory: Mapping[int | str, int] | None = None
     offload_folder: Path | None = None
     may_offload: bool = False
+    uses_torch: bool = False
 
 
 @dataclass(frozen=True)

@@ -347,7 +347,7 @@ class _Run(RunState, RunHooks):
 
     def _run_members(self, reserve: float) -> None:
         """Run the scheduler until all members have ended."""
-        config, display, prepared = self._config, self._display, self.prepared
+        config, display, prepared = self.prepared.plan.config, self._display, self.prepared
         launcher = prepared.launcher
         launcher.begin({plan.name: self._files_of(plan) for plan in self._working_models})
         prepared.table.forget_columns()  # the workers have them now
@@ -355,7 +355,7 @@ class _Run(RunState, RunHooks):
         deadline = None
         if config.time_limit is not None:
             on_cpu = [model.replicas for model in prepared.plan.models if not model.gpus]
-            workers = len(gpus) * config.max_workers_per_gpu + max(on_cpu, default=0)
+            workers = len(gpus) * config.workers_per_gpu + max(on_cpu, default=0)
             deadline = Deadline(self.began + config.time_limit - reserve, workers, boot_seconds)
         scheduler = Scheduler(self.models, gpus, launcher, self, rules_of(config), self._watch, deadline)
         self.pool = scheduler.pool
@@ -388,7 +388,7 @@ class _Run(RunState, RunHooks):
 
     def worker_start(self, model: ModelPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
         """Return how to start one of a model's workers."""
-        offload_folder = model.request.offload_folder
+        plan, offload_folder = self.prepared.plan, model.request.offload_folder
         if offload_folder is not None:
             # Each worker has its own: transformers names files after parameters, which are alike in every model.
             offload_folder = offload_folder / f"{model.name}-{replica}-{os.getpid()}"
@@ -398,7 +398,7 @@ class _Run(RunState, RunHooks):
             devices=tuple(devices),
             environment=model.loaded.kind.environment() if devices else {},
             log=self._rundir.log(model.name, replica),
-            cpu_share=model.host_share(devices, self.prepared.plan.gpus, self._config.max_workers_per_gpu),
+            cpu_share=model.host_share(devices, plan.gpus, plan.config.workers_per_gpu),
             cpu_threads=model.cpu_threads,
             scratch=offload_folder,
         )
@@ -546,7 +546,7 @@ def rules_of(config: RunConfig) -> Rules:
         on_bad_row=config.on_bad_row,
         hang_timeout=config.hang_timeout,
         standby=config.standby,
-        workers_per_gpu=config.max_workers_per_gpu,
+        workers_per_gpu=config.workers_per_gpu,
         release_timeout=config.release_timeout,
         devices=config.devices,
     )
@@ -560,13 +560,13 @@ def worker_spec(
     offload_folder: Path | None = None,
 ) -> WorkerSpec:
     """Return what a worker of a model must know; ``works`` are those of the model's jobs."""
-    config, inspected = prepared.config, prepared.of_models[model.name]
+    config, inspected = prepared.plan.config, prepared.of_models[model.name]
     # The worker's share of a GPU that several share, without the memory that CUDA takes.
     memory_limit = None
-    if model.gpus and config.max_workers_per_gpu > 1:
+    if model.gpus and config.workers_per_gpu > 1:
         gpus = [gpu for gpu in prepared.plan.gpus if gpu.uuid in model.placement.devices]
         free = min(gpu.total_bytes - gpu.used_bytes for gpu in gpus)
-        memory_limit = free * model.placement.places // config.max_workers_per_gpu
+        memory_limit = free * model.placement.places // config.workers_per_gpu
         footprint = model.placement.footprint
         if footprint is not None:
             memory_limit -= footprint.context_bytes

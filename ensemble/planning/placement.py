@@ -12,7 +12,6 @@ import numpy.typing as npt
 from ensemble.common.errors import DeviceError
 from ensemble.common.gpus import MIN_REPORTED_BYTES, Device
 from ensemble.common.text import gib, plural
-from ensemble.config import RunConfig
 from ensemble.members.base import Assigned, ResourceRequest
 from ensemble.members.footprint import RESERVE_SHARE, Capability, Footprint, MemoryEstimate
 
@@ -74,12 +73,19 @@ class Placement(Assigned):
 
 
 def place(
-    config: RunConfig, index: int, facts: ModelFacts, devices: Sequence[Device], host: Device | None
+    workers_per_gpu: int, index: int, facts: ModelFacts, devices: Sequence[Device], host: Device | None
 ) -> Placement:
     """Return where a member runs; if it cannot, the placement's ``problems`` say why."""
     if not facts.needs_worker:
         return Placement(0)
-    return _Placing(config.max_workers_per_gpu, index, facts, devices, host).place()
+    asks_torch = facts.request.uses_torch and facts.request.num_gpus != 0
+    usable = [device for device in devices if not (asks_torch and device.torch_problem)]
+    others = [f"{device.title}: {device.torch_problem}" for device in devices if device not in usable]
+    if others and not usable:
+        return Placement(1, problems=tuple(others))
+    placement = _Placing(workers_per_gpu, index, facts, usable, host).place()
+    notes = (f"{facts.name} runs on other GPUs than {sentence}" for sentence in others)
+    return replace(placement, warnings=(*placement.warnings, *notes))
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ class Plan:
     cpu_choices: Mapping[str, CpuChoice] = field(default_factory=dict)
 
     def seconds_of(self, demands: Sequence[Demand]) -> float:
-        places = dict.fromkeys((gpu.uuid for gpu in self.gpus), self.config.max_workers_per_gpu)
+        places = dict.fromkeys((gpu.uuid for gpu in self.gpus), self.config.workers_per_gpu)
         return total_seconds(demands, places, self.hosts)
 
     @property
@@ -207,7 +207,7 @@ class Plan:
         A worker on a GPU takes only its process, as weights are mapped on their way to the GPU. A worker on the CPU
         also takes the weights and a row or batch; members whose shares of the cores fit run side by side.
         """
-        places = len(self.gpus) * self.config.max_workers_per_gpu
+        places = len(self.gpus) * self.config.workers_per_gpu
         gpu_workers = min(places, sum(model.replicas for model in self.models if model.gpus))
         on_cpu = [model for model in self.models if model.needs_worker and not model.gpus]
         on_cpu.sort(key=_cpu_bytes, reverse=True)
@@ -260,12 +260,12 @@ def make_plan(
     for model in compiled:
         of_model = facts[model.name]
         request, needs_worker = of_model.request, of_model.needs_worker
-        placement = place(config, model.index, of_model, gpus, host)
+        placement = place(config.workers_per_gpu, model.index, of_model, gpus, host)
         warnings += placement.warnings
         room = hosts
         if placement.gpus:
             usable = [gpu for gpu in gpus if gpu.uuid in placement.devices]
-            room = rooms(usable, placement.gpus, config.max_workers_per_gpu // placement.places)
+            room = rooms(usable, placement.gpus, config.workers_per_gpu // placement.places)
         replicas = max(1, room)
         if request.replicas != "auto":
             if placement.gpus and request.replicas > replicas:
@@ -364,7 +364,7 @@ def plan_run(
     if gpus and importlib.util.find_spec("flash_attn") is not None:
         facts = _with_flash_attention(config, compiled, facts, gpus, trials)
     return make_plan(
-        config,
+        _with_workers(config, compiled, facts, gpus),
         compiled,
         facts,
         gpus,
@@ -373,6 +373,28 @@ def plan_run(
         hosts=len(hosts) or 1,
         cpus=1 if hosts else usable_cpus(),
     )
+
+
+def _with_workers(
+    config: RunConfig, compiled: Sequence[Model], facts: Mapping[str, ModelFacts], gpus: Sequence[Device]
+) -> RunConfig:
+    """Return a config with a number for ``max_workers_per_gpu: auto``.
+
+    As many share a GPU as let all models run at the same time, as long as each has room for the batches that it
+    would have on a GPU of its own. What other programs hold now does not count.
+    """
+    if config.max_workers_per_gpu != "auto" or not gpus:
+        return config
+    empty = [replace(gpu, used_bytes=0) for gpu in gpus]
+
+    def batches(workers: int) -> list[tuple[str, int]]:
+        placements = (place(workers, model.index, facts[model.name], empty, None) for model in compiled)
+        return [(fit.verdict, fit.token_budget) for item in placements for fit in item.fits.values()]
+
+    wanted = [of_model.request.num_gpus for of_model in facts.values() if of_model.needs_worker]
+    most = math.ceil(sum(1 if number is None else number for number in wanted) / len(gpus))
+    workers = next((number for number in range(most, 1, -1) if batches(number) == batches(1)), 1)
+    return config.model_copy(update={"max_workers_per_gpu": workers})
 
 
 def _with_flash_attention(
@@ -393,7 +415,7 @@ def _with_flash_attention(
         memory = None if of_model.memory is None else of_model.memory.with_flash_attention()
         if memory is not None:
             with_flash[model.name] = replace(of_model, memory=memory)
-            placement = place(config, model.index, with_flash[model.name], gpus, None)
+            placement = place(config.workers_per_gpu, model.index, with_flash[model.name], gpus, None)
             would_take_it = would_take_it or placement.attention == "flash_attention_2"
     if would_take_it:
         report = trials(gpus[:1], flash_attention=True)[0].report
@@ -591,16 +613,17 @@ def plan_trainings(
 
     As many run side by side as the GPUs or ``cpu_workers`` allow; a training takes all memory of its GPUs.
     """
-    assert member.training is not None
+    training = member.training
+    assert training is not None
     model, count = model_of_trainings(config.models, member, names), len(names)
-    request = ResourceRequest(num_gpus=member.training.num_gpus, gpu_memory="all")
+    request = ResourceRequest(training.num_gpus, gpu_memory="all", uses_torch=training.base_model is not None)
     facts = ModelFacts(model.name, request, np.ones(count, dtype=np.int64))
-    placement = place(config, model.index, facts, gpus, None)
+    placement = place(config.workers_per_gpu, model.index, facts, gpus, None)
     problems = tuple(text.replace("num_gpus", "train.num_gpus") for text in placement.problems)
     replicas = 1 if config.cpu_workers == "auto" else config.cpu_workers
     if placement.gpus:
         usable = [gpu for gpu in gpus if gpu.uuid in placement.devices]
-        replicas = rooms(usable, placement.gpus, config.max_workers_per_gpu // placement.places)
+        replicas = rooms(usable, placement.gpus, config.workers_per_gpu // placement.places)
     # Whichever trainings are left: other threads would give one that goes on other last digits.
     cpu_share = 0.0 if placement.gpus else 1 / replicas
     replicas = max(1, min(replicas, count))

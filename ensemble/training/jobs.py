@@ -98,10 +98,10 @@ class TrainingRun(RunHooks):
         states = [*self._states.values()]
         problems = [problem for state in states for problem in state.plan.placement.problems]
         if problems:
-            raise DeviceError(problems)
+            raise DeviceError([*dict.fromkeys(problems)])
         deadline = None
         if self.ends_at is not None:
-            workers = max(1, len(self._gpus) * config.max_workers_per_gpu)
+            workers = max(1, len(self._gpus) * config.workers_per_gpu)
             deadline = TrainingDeadline(self.ends_at, workers, boot_seconds)
         rules = replace(rules_of(config), standby=False)
         scheduler = Scheduler(states, self._gpus, self._launcher, self, rules, watch, deadline)
@@ -205,7 +205,7 @@ class TrainingRun(RunHooks):
             devices=tuple(devices),
             environment=member_kind(member).environment() if devices and is_built_in else {},
             log=log,
-            cpu_share=model.host_share(devices, self._gpus, self._config.max_workers_per_gpu),
+            cpu_share=model.host_share(devices, self._gpus, self._config.workers_per_gpu),
         )
 
     def on_change(self, models: Sequence[ModelState]) -> None:

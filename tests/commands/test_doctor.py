@@ -36,6 +36,7 @@ from ensemble.common.host import Groups
 from ensemble.common.packages import Requirement
 from ensemble.common.python_process import python_command
 from ensemble.common.text import not_attached
+from ensemble.common.torch_build import torch_problem
 from ensemble.worker.probe import probe, product_error
 from tests.checkpoints import prime
 from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Memory, NvmlSim, gpu_uuid, gpus
@@ -376,7 +377,7 @@ GOOD = DeviceReport("2.9", "12.4", True, ("sm_70", "sm_75"), (7, 5), 14 * GIB, (
         (
             replace(GOOD, architectures=BUILD, errors={"multiply in float32": NO_CODE, "allocate": NO_CODE}),
             "problem",
-            ["no code for capability 7.5, only for sm_80, sm_90a", "sm_75"],
+            ["torch has no code for capability 7.5, only for sm_80, sm_90a", "that has sm_75"],
         ),
         (
             replace(GOOD, sees_gpu=False, cuda="13.0"),
@@ -522,6 +523,14 @@ def test_devices_of_which_the_same_is_to_be_said_share_a_finding() -> None:
     told = f"Tesla T4 ({gpu_uuid(1)}), Tesla T4 ({gpu_uuid(3)}): torch 2.9 is a build without CUDA, "
     assert first.text.startswith(told)
     assert second.text.startswith(f"Tesla T4 ({gpu_uuid(2)}): torch 2.9 (CUDA 12.4) computes correctly")
+
+
+def test_a_gpu_without_code_is_told_as_the_plan_tells_it() -> None:
+    """So that the config's check and the test process make one finding."""
+    p100 = replace(T4, name="Tesla P100-PCIE-16GB", compute_capability=(6, 0))
+    of_plan = f"{p100.title}: {torch_problem(p100.compute_capability, BUILD)}"
+    report = replace(GOOD, capability=(6, 0), architectures=BUILD, errors={"multiply in float32": NO_CODE})
+    assert judged(report, p100) == [Finding.of_sentence("problem", of_plan, "fix the config")]
 
 
 def test_a_gpu_without_expandable_segments_is_told_the_key_that_turns_them_off() -> None:

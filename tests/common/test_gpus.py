@@ -288,6 +288,7 @@ def test_mig_slices_stand_for_their_gpu(nvml_sim: NvmlSim) -> None:
         "used_bytes": 20 * MIB,
         "node": "",
         "is_held": False,
+        "torch_problem": "",
     }
     assert inspection["gpus"][3]["name"] == "Simulated A100"
     assert inspection["warnings"] == []

@@ -12,12 +12,13 @@ import pytest
 
 from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
 from ensemble.common.gpus import Device
+from ensemble.jobs.job import compile_models
 from ensemble.members.huggingface.memory import CheckpointMemory, checkpoint_memory
 from ensemble.members.huggingface.spec import choose_dtype, is_soft_capped
 from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.planning.forecast import Speed
 from ensemble.planning.placement import ModelFacts
-from ensemble.planning.plan import Plan
+from ensemble.planning.plan import Plan, plan_run
 from tests.checkpoints import inspect_folder
 from tests.planning.test_plan import config, make_plan
 
@@ -218,6 +219,45 @@ def test_workers_that_share_a_gpu_share_its_memory(models: Path) -> None:
     item = [card(0, 15)]
     assert plan(models, item, {"quantization_config": NF4}, max_workers_per_gpu=2).models[0].replicas == 2
     assert plan(models, item, {"quantization_config": NF4}, max_workers_per_gpu=4).problems
+
+
+def test_as_many_share_a_gpu_as_memory_lets_run_at_the_same_time(models: Path) -> None:
+    def workers(devices: list[Device], *members: dict[str, Any]) -> int:
+        asked = config(
+            *(
+                {"max_length": 2048, "dtype": "bfloat16", "model_name_or_path": "gemma", **keys}
+                for keys in members
+            ),
+            max_workers_per_gpu="auto",
+        )
+        lengths = np.full(25_000, 6000, dtype=np.int64)
+        known = {model.name: planned(models, model, lengths) for model in asked.models}
+        compiled = compile_models(asked.models, asked.labels)
+        return plan_run(asked, compiled, known, devices, {}, (), trials=lambda *_: []).config.workers_per_gpu
+
+    large = card(0, 95, (12, 0))
+    assert workers([large], {}, {}) == 2
+    assert workers([large], {}, {}, {"num_gpus": 0}) == 2, "one is on the CPU"
+    assert workers([large], *[{}] * 4) == 4
+    assert workers([large], *[{}] * 8) == 4, "more have no room for their largest batches"
+    assert workers([replace(large, used_bytes=60 * GIB)], {}, {}) == 2, "that others hold may be free soon"
+    assert workers([large], {}) == 1
+    assert workers([large, card(1, 95, (12, 0))], {}, {}) == 1, "each has a GPU of its own"
+    assert workers([large, card(1, 95, (12, 0))], {}, {}, {}) == 2
+    assert workers([card(0, 40, (8, 0))], {}, {}) == 1
+    assert workers([card(1, 40, (8, 0)), large], {}, {}, {}) == 1, "the smallest GPU decides"
+    assert workers([], {"num_gpus": 0}) == 1
+
+
+def test_gpus_that_torch_has_no_code_for_are_left_out(models: Path) -> None:
+    old = replace(card(0, 16, (6, 0)), torch_problem="no code; choose another")
+    (problem,) = plan(models, [old], {"quantization_config": NF4}, {"quantization_config": NF4}).problems
+    assert problem == "card (GPU-0): no code; choose another"
+    made = plan(models, [old, card(1, 15)], {"quantization_config": NF4})
+    assert made.models[0].placement.devices == ("GPU-1",)
+    assert made.warnings == ("m0 runs on other GPUs than card (GPU-0): no code; choose another",)
+    assert made.models[0].placement.dtype == "float16"
+    assert not plan(models, [old], {"num_gpus": 0, "dtype": "bfloat16"}).problems
 
 
 def test_members_run_at_the_same_time(models: Path) -> None:

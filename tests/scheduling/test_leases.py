@@ -214,11 +214,12 @@ def test_a_member_on_the_cpu_sees_no_gpu(project: Project, two_gpus: NvmlSim) ->
 
 
 @pytest.mark.long
-def test_two_members_share_a_gpu_where_that_is_asked(project: Project, nvml_sim: NvmlSim) -> None:
+@pytest.mark.parametrize("count", ["2", "auto"])
+def test_two_members_share_a_gpu_where_that_is_asked(project: Project, nvml_sim: NvmlSim, count: str) -> None:
     nvml_sim.write([Gpu(A)])
     project.write_config(project.config())
     code, printed, _ = watch_run(
-        project, nvml_sim.environment(), "--set", "max_workers_per_gpu=2", "--limit", "20"
+        project, nvml_sim.environment(), "--set", f"max_workers_per_gpu={count}", "--limit", "20"
     )
     assert code == 0, printed
     report = project.run_json()

@@ -96,6 +96,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             max_memory=model.max_memory,
             offload_folder=model.offload_folder,
             may_offload=model.quantization_config is None and not model.used_adapters,
+            uses_torch=True,
         )
 
     def sources(self) -> tuple[str, ...]:

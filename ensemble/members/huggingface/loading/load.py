@@ -12,6 +12,7 @@ from ensemble.common.device_trials import unusable_gpu
 from ensemble.common.gpus import driver_cuda_version
 from ensemble.common.python_process import keep_freed_memory
 from ensemble.common.text import first_line
+from ensemble.common.torch_build import SIMULATED
 from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE, coarse_room
 from ensemble.members.huggingface.checkpoint.tokenizer_files import size_problem
 from ensemble.members.huggingface.loading.adapter import JobAdapters
@@ -23,9 +24,6 @@ from ensemble.members.huggingface.loading.pair_copies import check_copies
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.batching import MemoryLimit
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec, default_max_length
-
-# The environment variable with which this project's tests say that their driver's GPUs are simulated.
-SIMULATED = "ENSEMBLE_SIMULATED_GPUS"
 
 
 @dataclass(frozen=True, kw_only=True)
