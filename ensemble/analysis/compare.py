@@ -32,6 +32,7 @@ from ensemble.merging.metrics import (
     Metric,
     MetricKind,
     UndefinedMetric,
+    decisions,
     find_metric,
     order_remarks,
 )
@@ -348,10 +349,8 @@ def _change(name: str, first: Values, second: Values, predictions: Predictions, 
     numbers = np.flatnonzero(~(np.isnan(first) | np.isnan(second)).any(axis=1))
     first, second = first[numbers], second[numbers]
     differences = np.abs(second - first)
-    if kind == "softmax":
-        has_changed = first.argmax(axis=1) != second.argmax(axis=1)
-    elif kind == "sigmoid":
-        has_changed = ((first > 0.5) != (second > 0.5)).any(axis=1)
+    if kind != "none":
+        has_changed = (decisions(first, kind) != decisions(second, kind)).any(axis=1)
     else:
         # A resumed run has other batches, and so other last digits.
         has_changed = (differences > 1e-6 * np.maximum(1.0, np.abs(first))).any(axis=1)

@@ -653,7 +653,8 @@ def _fit_simplest(
     names, left_out = [*sample.members], dict[str, FittedMember]()
     while True:
         candidates, remarks = compare_candidates(sample, options, metric)
-        chosen = _simplest(candidates)
+        as_good = [way for way in candidates if not way.behind.excludes_zero]
+        chosen = min(as_good, key=lambda way: (way.numbers, -way.behind.value, way.log_loss or 0.0))
         report = fit_sample(
             sample, chosen.options, metric, predictions, rows_decided, equal_pool=options.pool
         )
@@ -781,13 +782,3 @@ def _scores(
     choose = max if metric.greater_is_better else min
     best = choose(scores.values(), key=lambda score: score.value)
     return {way: (score.value, scorer.gain(score, best)) for way, score in scores.items()}
-
-
-def _simplest(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the candidate with the fewest numbers of those as good as the best; see the module for several."""
-    as_good = [candidate for candidate in candidates if not candidate.behind.excludes_zero]
-
-    def rank(candidate: Candidate) -> tuple[float, ...]:
-        return candidate.numbers, -candidate.behind.value, candidate.log_loss or 0.0
-
-    return min(as_good, key=rank)

@@ -36,7 +36,7 @@ from ensemble.data.table import InputTable
 from ensemble.jobs.job import compile_models
 from ensemble.members.base import Assigned, Candidate, Inspection, OutputColumns, RanWith
 from ensemble.members.registry import member_kind
-from ensemble.merging.metrics import METRICS, USUAL, LabelledRows
+from ensemble.merging.metrics import METRICS, USUAL, LabelledRows, decisions
 from ensemble.merging.scoring import Bootstrap, Interval
 from ensemble.pipeline.load import derived_run, load
 from ensemble.pipeline.prediction_files import read_as_written
@@ -244,7 +244,6 @@ class MemberTrials:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows of the sample."""
         return len(self._chosen)
 
     def expected_seconds(self) -> float:
@@ -513,10 +512,8 @@ def distances(
         spread = expected.std(axis=0)
         differences = differences / np.where(spread > 0, spread, 1.0)
         changed = np.zeros(len(values), np.bool_)
-    elif activation == "softmax":
-        changed = values.argmax(axis=1) != expected.argmax(axis=1)
     else:
-        changed = ((values > 0.5) != (expected > 0.5)).any(axis=1)
+        changed = (decisions(values, activation) != decisions(expected, activation)).any(axis=1)
     by_row = differences.max(axis=1)
     return float(by_row.mean()), float(by_row.max()), float(changed.mean())
 

@@ -304,18 +304,13 @@ def _sentence(prepared: Prepared, model: ModelPlan) -> str:
             continue
         title = titles.get(selection.name, "")
         rule = when_text(selection.when, "views and members" if title else "members")
-        facts.append(f"{title} {_expected(prepared, selection.name, rule)}".strip())
+        expected = prepared.shares[selection.name]
+        facts.append(f"{title} runs {rule}: {expected.share:.0%} of the rows, {expected.why}".strip())
     if seconds is not None:
         saved = (model.whole_seconds - model.demand.compute_seconds) / model.replicas
         less = f", {duration(saved)} less than for all rows" if saved else ""
         facts.append(f"about {duration(seconds)}{less}")
     return f"{model.name}: {'; '.join(filter(None, facts))}"
-
-
-def _expected(prepared: Prepared, work: str, rule: str) -> str:
-    """Return which rows a member or view with ``when`` computes, and how many are expected."""
-    expected = prepared.shares[work]
-    return f"runs {rule}: {expected.share:.0%} of the rows, {expected.why}"
 
 
 def chunks_text(model: ModelPlan) -> str:

@@ -115,7 +115,7 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None) -> st
         labels, origin = _labels(members, answered, "cells")
 
     columns = tuple(name for name in without_pandas_index(names) if name != id_column)
-    rows = read_table(table, _needs(id_column, columns, _HEAD_ROWS)).head(_HEAD_ROWS)
+    rows = read_table(table, TableNeeds(id_column, columns=columns, limit=_HEAD_ROWS)).head(_HEAD_ROWS)
     cells = {name: [row[name] for row in rows if row[name] not in (None, "")] for name in columns}
     truth = _truth(cells, labels)
     contents = {name: _content(cells[name]) for name in columns if name not in truth}
@@ -226,10 +226,6 @@ def _member_lines(
     if draft.reads_text and draft.max_length is not None and draft.max_length < max_length:
         lines.append(f"    max_length: {draft.max_length}  # as many as it can read; longer rows are cut")
     return lines
-
-
-def _needs(id_column: str, columns: tuple[str, ...], limit: int | None) -> TableNeeds:
-    return TableNeeds(id_column, None, (), columns, (), (), limit)
 
 
 def _id_column(table: Path, names: Sequence[str], sample: Sequence[str]) -> str:
@@ -429,7 +425,7 @@ def _is_number(cell: Any) -> bool:
 
 def _max_length(table: Path, id_column: str, texts: Sequence[str], more_bytes: int) -> tuple[int, str]:
     """Return the most tokens that a row should have, with a template's bytes, and how they were estimated."""
-    lengths = read_table(table, _needs(id_column, tuple(texts), None)).text_lengths(texts) + more_bytes
+    lengths = read_table(table, TableNeeds(id_column, columns=tuple(texts))).text_lengths(texts) + more_bytes
     longest, middle = np.ceil(np.array([lengths.max(), np.median(lengths)]) / BYTES_PER_TOKEN).astype(int)
     enough = -(-int(longest * _MARGIN + _SPECIAL) // _STEP) * _STEP
     tokens = min(enough, _MAX_TOKENS)

@@ -115,7 +115,6 @@ def digest_of(value: object) -> str:
 
 
 def digests_of(values: Mapping[str, object]) -> dict[str, str]:
-    """Return a digest of each value, by its name."""
     return {name: digest_of(value) for name, value in values.items()}
 
 

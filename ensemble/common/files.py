@@ -40,7 +40,6 @@ class FilesChanged(Exception):
 
 
 def is_parquet(path: Path) -> bool:
-    """Return whether a file of this name is Parquet."""
     return path.suffix.lower() in PARQUET_EXTENSIONS
 
 

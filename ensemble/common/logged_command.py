@@ -165,7 +165,6 @@ class RunningCommand:
             self._process.stdin.write(json.dumps(asked).encode())  # no argument, which anybody could read
 
     def is_alive(self) -> bool:
-        """Return whether the command itself has not ended."""
         return self._process.poll() is None
 
     def end(self, grace_seconds: float = 0.0) -> None:

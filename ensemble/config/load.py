@@ -122,7 +122,6 @@ class LoadedConfig:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Return the sources that are files."""
         return tuple(source for source in self.sources if isinstance(source, Path))
 
     @cached_property

@@ -978,7 +978,6 @@ class RunConfig(StrictConfig):
 
     @property
     def trained_members(self) -> tuple[MemberConfig, ...]:
-        """Return the members that are trained."""
         return tuple(member for member in self.models if member.training is not None)
 
     @property

@@ -8,10 +8,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _EXCERPT_CHARACTERS = 60
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def python_rows(batch: pa.RecordBatch | pa.Table) -> list[dict[str, object]]:
+    """Return each row as a dict of column to Python value; cells of columns that are marked as JSON are parsed."""
+    rows: list[dict[str, object]] = batch.to_pylist()
+    for name in (field.name for field in batch.schema if (field.metadata or {}).get(b"ensemble") == b"json"):
+        for row in rows:
+            cell = row[name]
+            row[name] = json.loads(cell) if isinstance(cell, str) else cell
+    return rows
 
 
 class TemplateProblem(ValueError):

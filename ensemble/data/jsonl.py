@@ -16,8 +16,8 @@ import pyarrow as pa
 from ensemble.common.errors import DataError
 from ensemble.common.text import plural, quoted
 from ensemble.data.file_rows import FileRows, is_gzipped, open_output
-from ensemble.data.input_file import JSON_MARK, Contents, Wanted, is_json_field, joined_text, open_input
-from ensemble.data.json_cells import json_detail, refuse_constant, replace_lone_surrogates
+from ensemble.data.input_file import JSON_MARK, Contents, Wanted, joined_text, open_input
+from ensemble.data.json_cells import json_detail, python_rows, refuse_constant, replace_lone_surrogates
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # How many records are Python objects at a time.
@@ -136,11 +136,7 @@ def copy_jsonl_rows(source: Path, rows: FileRows, path: Path) -> None:
         names = dict.fromkeys(name for _, table in rows.others for name in table.column_names)
         schema = read_jsonl(source, Wanted("", None, tuple(names), None)).columns.schema
         for table in rows.others_like(schema):
-            json_names = [column.name for column in schema if is_json_field(column)]
-            for record in table.to_pylist():
-                for name in json_names:
-                    if record.get(name) is not None:
-                        record[name] = json.loads(record[name])
+            for record in python_rows(table):
                 lines.append(json.dumps(record, ensure_ascii=False).encode())
     if rows.added:
         for number, line in enumerate(lines):
@@ -154,10 +150,8 @@ def write_jsonl(path: Path, names: Sequence[str], batches: Iterable[pa.RecordBat
     """Write batches of these columns as JSON lines, without bytes; what JSON does not have becomes text."""
     with path.open("w", encoding="utf-8") as stream:
         for batch in batches:
-            json_names = [column.name for column in batch.schema if is_json_field(column)]
-            for row in batch.to_pylist():
-                parsed = {name: json.loads(row[name]) for name in json_names if row[name] is not None}
-                stream.write(json.dumps(row | parsed, default=str) + "\n")
+            for row in python_rows(batch):
+                stream.write(json.dumps(row, default=str) + "\n")
 
 
 def _blocks(path: Path, limit: int | None) -> Iterator[list[dict[str, object]]]:

@@ -5,7 +5,6 @@ Workers use this; it imports nothing of the parent's ``table.py``, with which it
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.common.files import atomic_path
+from ensemble.data.json_cells import python_rows
 
 
 class PublishedTable:
@@ -53,7 +53,6 @@ class PublishedTable:
         names = [field.name for field in fields]
         self.schema = pa.schema([*fields, *(pa.field(name, pa.float64()) for name in self.inputs)])
         self.columns: tuple[str, ...] = tuple(self.schema.names)
-        self._json_columns = json_columns(self.schema)
         with_nulls = {name for name in names if any(batch[name].null_count for batch in self._batches)}
         self.has_nulls = {
             name: any(swap.get(name, name) in with_nulls for swap in ({}, *swaps)) for name in names
@@ -75,11 +74,8 @@ class PublishedTable:
             return [{} for _ in rows]
         taken: list[dict[str, object]] = [{}] * len(rows)
         for batch_number, positions, batch_rows in self._by_batch(rows):
-            cells_of_rows = self._batches[batch_number].take(pa.array(batch_rows)).to_pylist()
+            cells_of_rows = python_rows(self._batches[batch_number].take(pa.array(batch_rows)))
             for position, cells in zip(positions.tolist(), cells_of_rows, strict=True):
-                for name in self._json_columns:
-                    if isinstance(cells[name], str):
-                        cells[name] = json.loads(cells[name])
                 if self._swap:
                     cells = {name: cells[self._swap.get(name, name)] for name in cells}
                 taken[position] = cells
@@ -136,8 +132,3 @@ def write_inputs(path: Path, columns: Sequence[str], values: npt.NDArray[np.floa
     batch = pa.record_batch([pa.array(column, from_pandas=True) for column in values.T], names=[*columns])
     with atomic_path(path) as temporary, pa.ipc.new_file(str(temporary), batch.schema) as writer:
         writer.write_batch(batch)
-
-
-def json_columns(schema: pa.Schema) -> tuple[str, ...]:
-    """Return the columns whose text the parent marked as JSON."""
-    return tuple(field.name for field in schema if (field.metadata or {}).get(b"ensemble") == b"json")

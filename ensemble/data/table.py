@@ -38,7 +38,7 @@ from ensemble.data.input_file import (
     missing_column,
     shown_type,
 )
-from ensemble.data.json_cells import TemplateProblem, parse_json_cell
+from ensemble.data.json_cells import TemplateProblem, parse_json_cell, python_rows
 from ensemble.data.row_files import FileCells, file_digests, look_for_files
 
 _SHOWN = 3
@@ -563,12 +563,8 @@ def _holds_null(value: object) -> bool:
 
 
 def _python_rows(table: pa.Table) -> Iterator[dict[str, object]]:
-    json_names = [column.name for column in table.schema if is_json_field(column)]
     for batch in table.to_batches(max_chunksize=8_192):
-        for row in batch.to_pylist():
-            for name in json_names:
-                row[name] = json.loads(row[name]) if isinstance(row[name], str) else row[name]
-            yield row
+        yield from python_rows(batch)
 
 
 @dataclass(frozen=True)
@@ -580,7 +576,6 @@ class DistinctCells:
     values: tuple[str, ...]
 
     def taken(self, rows: slice | npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> DistinctCells:
-        """Return the cells of these rows, in this order."""
         return replace(self, numbers=self.numbers[rows])
 
 

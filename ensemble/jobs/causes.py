@@ -43,7 +43,6 @@ class Causes:
 
     @property
     def digest(self) -> str:
-        """Return the digest of all parts."""
         return digest_of(self.to_dict())
 
     @property
@@ -84,7 +83,8 @@ class Causes:
         settings, content, rows = (document.get(name) for name in (_SETTINGS, _CONTENT, _ROWS))
         if not isinstance(settings, dict) or not isinstance(content, dict):
             return None
-        if not all(_is_digest(digest) for digest in (*settings.values(), *content.values(), rows)):
+        digests = (*settings.values(), *content.values(), rows)
+        if not all(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) for digest in digests):
             return None
         return cls(settings, content, str(rows))
 
@@ -123,7 +123,3 @@ def settings_of_job(config: RunConfig, job: Job, of_kind: Mapping[str, Any]) -> 
         **({"inputs": settings.input_names} if settings.input_names else {}),
     }
     return digests_of(values)
-
-
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None

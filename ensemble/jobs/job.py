@@ -195,7 +195,6 @@ class JobFiles:
 
 
 def job_name(member: str, view: str) -> str:
-    """Return the name of the job of a member's view."""
     return f"{member}@{view}"
 
 

@@ -294,19 +294,16 @@ class EarlierWork:
         if self.causes == causes:
             if self.rows == len(digests):
                 return np.arange(len(digests))
-            return self._positions_of_ids(ids)
+            path = self.values_path
+            if path == self.path.parent or not is_as_written(path):
+                return np.full(len(ids), -1)
+            return places_among(ids, read_predictions(path).ids)
         content = b""
         if replace(self.causes, rows=causes.rows) == causes:
             content = self.path.read_bytes().partition(b"\n")[2]
         if hashlib.sha256(content).hexdigest() != self.sha256:
             content = b""
         return find_rows(digests, np.frombuffer(content, "<u8").reshape(-1, 2))
-
-    def _positions_of_ids(self, ids: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-        path = self.values_path
-        if path == self.path.parent or not is_as_written(path):
-            return np.full(len(ids), -1)
-        return places_among(ids, read_predictions(path).ids)
 
 
 def write_row_file(path: Path, causes: Causes, digests: RowDigests) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ensemble.common.errors import MergeError
+from ensemble.common.errors import EnsembleError, MergeError
 from ensemble.common.protocol import SUM_TOLERANCE, Activation
 from ensemble.common.text import listed, plural, quoted
 from ensemble.config.values import AnyWeight
@@ -101,8 +101,8 @@ class RowCheck:
                 self._bad[problem] = count + len(rows), row, cells
         return is_present
 
-    def refuse(self) -> None:
-        """Raise MergeError if values are not finite, below 0 or above 1, or do not sum to 1; name the first row."""
+    def refuse(self, error: type[EnsembleError] = MergeError) -> None:
+        """Raise the error if values are not finite, below 0 or above 1, or do not sum to 1; name the first row."""
         for problem in (_NOT_FINITE, _OUTSIDE, _OTHER_SUMS):
             if problem not in self._bad:
                 continue
@@ -117,7 +117,7 @@ class RowCheck:
             ]
             shown = f" ({listed(cells, _SHOWN, str)})" if cells else ""
             where = f"{plural(count, 'row')} with {problem}, the first is id {self._ids[first]}{shown}"
-            raise MergeError(f"{self._source}: {where}; {self._advice}")
+            raise error(f"{self._source}: {where}; {self._advice}")
 
 
 @dataclass(frozen=True)

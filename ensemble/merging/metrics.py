@@ -152,7 +152,7 @@ class Rows:
 
     @cached_property
     def predicted_each(self) -> npt.NDArray[np.bool_]:
-        return _decisions(self.values, self.known.activation)
+        return decisions(self.values, self.known.activation)
 
     @cached_property
     def probabilities(self) -> Values:
@@ -173,7 +173,7 @@ class Rows:
         return Rows(self.known.taken(rows), self.values[rows], self)
 
 
-def _decisions(values: Values, activation: Activation) -> Flags:
+def decisions(values: Values, activation: Activation) -> Flags:
     """Return which labels are predicted, [..., labels]: the likeliest, or all above 0.5."""
     if activation == "softmax":
         return np.asarray(values.argmax(axis=-1)[..., None] == np.arange(values.shape[-1]))
@@ -711,7 +711,7 @@ def krippendorff_alpha(members: Sequence[Values], activation: Activation) -> flo
         values = np.stack([member[slice(*span)] for member in members])
         is_given = np.isfinite(values).all(axis=2, keepdims=True)
         is_given &= is_given.sum(axis=0) > 1
-        given = values - origin if activation == "none" else _decisions(values, activation)
+        given = values - origin if activation == "none" else decisions(values, activation)
         answers = np.where(is_given, given, 0.0)
         counts, row_sums, row_squares = (cells.sum(axis=0) for cells in (is_given, answers, answers**2))
         observed += ((counts * row_squares - row_sums**2) / np.maximum(counts - 1, 1)).sum(axis=0)

@@ -56,18 +56,15 @@ def gain_text(report: RunReport) -> str:
     low, high = difference.size.low, difference.size.high
     chance = "" if difference.excludes_zero else ", which may be chance"
     text += f" (95 % interval {low:{number}} to {high:{number}}{chance})"
-    if gain.gain < 0 and not chance and not _is_out_of_fold(report):
+    # `ensemble train` itself names the command that fits to its out-of-fold predictions.
+    run_dir = Path(report.files.get(ENSEMBLE_ROW, ".")).parent
+    is_out_of_fold = TrainingDir(run_dir.parent.parent).oof_run == run_dir
+    if gain.gain < 0 and not chance and not is_out_of_fold:
         with contextlib.suppress(EnsembleError):  # the method's package is not installed any more
             method = METHODS.load(str(report.ensemble.get("method", "mean")))
             options = f"{method.fit_options}{options}".strip()
             text += f"; `{f'ensemble fit CONFIG {options}'.strip()}` finds better weights"
     return text
-
-
-def _is_out_of_fold(report: RunReport) -> bool:
-    """Return whether a run is of ``ensemble train``, which names the command that fits to its files."""
-    run_dir = Path(report.files.get(ENSEMBLE_ROW, ".")).parent
-    return TrainingDir(run_dir.parent.parent).oof_run == run_dir
 
 
 def answer_texts(report: RunReport) -> Iterator[str]:

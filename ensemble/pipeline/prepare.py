@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.common.errors import CheckpointError, DataError, DeviceError, MergeError
+from ensemble.common.errors import CheckpointError, DataError, DeviceError
 from ensemble.common.files import FileState, file_state, folder_states
 from ensemble.common.gpus import Device, Inventory
 from ensemble.common.host import cpu_products
@@ -546,10 +546,7 @@ def given_predictions(
     check = RowCheck(source, inspected.activation, table.ids, may_lack, advice, columns.labels)
     for start, stop in block_spans(*predictions.values.shape):
         check.look(start, predictions.values[start:stop])
-    try:
-        check.refuse()
-    except MergeError as error:
-        raise DataError(error.problems) from None
+    check.refuse(DataError)
     return predictions
 
 

@@ -64,7 +64,6 @@ class MemberWork:
         return self.predictions.is_complete
 
     def job(self, name: str) -> Work:
-        """Return the work of a job of the member."""
         return next(work for work in self.jobs if work.name == name)
 
     @property

@@ -90,7 +90,6 @@ class Selections:
         return np.zeros(self._prepared.table.rows, dtype=np.bool_)
 
     def is_selected(self, name: str) -> bool:
-        """Return whether the rows of a member or job with ``when`` are selected."""
         return name in self._selected
 
     def planned(self, plan: Plan, model: ModelPlan) -> ModelPlan:

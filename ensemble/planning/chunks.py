@@ -55,6 +55,10 @@ class Chunk:
         second = replace(self, index=next(numbers), start=at, cost=self.cost - cost)
         return first, second
 
+    def behind(self, chunks: int, rows: int, share: float, job: int) -> Chunk:
+        """Return the chunk of a job, whose work is a ``share`` of all, behind chunks and rows of other jobs."""
+        return Chunk(self.index + chunks, self.start + rows, self.stop + rows, self.cost * share, job)
+
 
 def cut_chunks(
     lengths: npt.NDArray[np.int64],
@@ -134,17 +138,7 @@ def join_jobs(
     rows_before = 0
     total = sum(work for _, _, work in parts)
     for job, (rows, chunks_of_job, work) in enumerate(parts):
-        chunks_before = len(chunks)
-        for chunk in chunks_of_job:
-            chunks.append(
-                Chunk(
-                    index=chunks_before + chunk.index,
-                    start=rows_before + chunk.start,
-                    stop=rows_before + chunk.stop,
-                    cost=chunk.cost * (work / total),
-                    job=job,
-                )
-            )
+        chunks += [chunk.behind(len(chunks), rows_before, work / total, job) for chunk in chunks_of_job]
         order.append(rows)
         rows_before += len(rows)
     return np.concatenate(order), tuple(chunks), total

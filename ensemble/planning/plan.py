@@ -467,17 +467,7 @@ def with_job(
     order, chunks = what_is_left(chunks, rows, is_done[None])
     index = 1 + max((chunk.index for chunk in model.chunks), default=-1)
     share = work / model.work if model.work else 0.0
-    added = [
-        replace(
-            chunk,
-            index=index + chunk.index,
-            start=len(model.order) + chunk.start,
-            stop=len(model.order) + chunk.stop,
-            cost=chunk.cost * share,
-            job=number,
-        )
-        for chunk in chunks
-    ]
+    added = [chunk.behind(index, len(model.order), share, number) for chunk in chunks]
     undecided = {other: expected for other, expected in model.undecided.items() if other != number}
     planned = replace(
         model,
@@ -537,16 +527,12 @@ def _work_of(lengths: npt.NDArray[np.int64]) -> float:
 def _share_gpus(plan: Plan) -> Plan:
     """Return the plan with members at the same time, one replica each at first, where several share the GPUs."""
     working = [model for model in plan.models if model.needs_worker]
-    models = {model.name: model for model in plan.models}
-    for model in working:
-        if len(working) > 1 and model.gpus and model.replicas > 1 and model.request.replicas == "auto":
-            models[model.name] = replace(model, first_replicas=1)
-    why = (
-        "members run at the same time, one replica each at first"
-        if [*models.values()] != [*plan.models]
-        else ""
-    )
-    return replace(plan, models=tuple(models.values()), why=why)
+    several = [model for model in working if model.gpus and model.replicas > 1]
+    sharing = [model for model in several if model.request.replicas == "auto"]
+    if len(working) == 1 or not sharing:
+        return plan
+    models = (replace(model, first_replicas=1) if model in sharing else model for model in plan.models)
+    return replace(plan, models=tuple(models), why="members run at the same time, one replica each at first")
 
 
 def _share_cpu(plan: Plan) -> Plan:

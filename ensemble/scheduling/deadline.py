@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +28,7 @@ SHUTDOWN_SECONDS = 5.0
 # again takes 0.8 to 2.9, or 1.7 to 6.3 where no submission is written at the start.
 _RESERVE_AT_END = 4.5
 _RESERVE_PER_MEMBER = 9.0
-_BISECTIONS = 40
+_STEPS = 1 << 40  # of a fraction
 
 
 class Rank(NamedTuple):
@@ -73,16 +74,8 @@ def reachable_fraction(shares: Sequence[Share], devices: int, seconds_left: floa
                 needed += share.devices * (share.startup_seconds + seconds)
         return needed <= devices * max(seconds_left, 0.0)
 
-    if is_reachable(1.0):
-        return 1.0
-    low, high = 0.0, 1.0
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        if is_reachable(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    steps = bisect_left(range(_STEPS + 1), True, key=lambda step: not is_reachable(step / _STEPS))
+    return max(0, steps - 1) / _STEPS
 
 
 def goals(shares: Sequence[Share], devices: int, seconds_left: float) -> dict[str, float]:

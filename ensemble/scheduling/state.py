@@ -65,7 +65,6 @@ class ChunkQueue:
 
     @property
     def left(self) -> list[Chunk]:
-        """Return the chunks that are not done."""
         return [*self.pending, *self.in_hand.values()]
 
 
@@ -109,21 +108,16 @@ class SpeedMeter:
         """Return the speed measured by this run, or else by an earlier run; 0 if neither measured it."""
         startup = plan.speed.startup_seconds if plan.speed.is_startup_measured else 0.0
         startup = self.startup_seconds or startup
-        if self.seconds_per_cost is not None and plan.work:
-            return Speed(
-                startup_seconds=startup,
-                seconds_per_work=self.seconds_per_cost / plan.work,
-                is_measured=True,
-                is_startup_measured=startup > 0,
-                cpu_share=plan.cpu_share,
-            )
         per_work = plan.speed.seconds_per_work if plan.speed.is_measured else 0.0
+        cpu_share = plan.speed.cpu_share
+        if self.seconds_per_cost is not None and plan.work:
+            per_work, cpu_share = self.seconds_per_cost / plan.work, plan.cpu_share
         return Speed(
             startup_seconds=startup,
             seconds_per_work=per_work,
             is_measured=per_work > 0,
             is_startup_measured=startup > 0,
-            cpu_share=plan.speed.cpu_share,
+            cpu_share=cpu_share,
         )
 
 
@@ -288,7 +282,6 @@ class ModelState:
 
     @property
     def has_undecided_rows(self) -> bool:
-        """Return whether rows of a job are still to be selected."""
         return bool(self.plan.undecided)
 
     @property

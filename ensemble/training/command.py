@@ -586,11 +586,12 @@ def _out_of_fold(loaded: LoadedConfig, folder: Path) -> LoadedConfig:
     An input that is not trained has the predictions that its readers have learned from.
     """
     config, models = loaded.config, list[MemberConfig]()
+    inputs = untrained_inputs(config)
     for model in config.models:
         if model.training is not None:
             train = model.training.model_copy(update={"predict_with": "folds"})
             models.append(model.model_copy(update={"train": train, "calibration": None}))
-        elif model.name in untrained_inputs(config):
+        elif model.name in inputs:
             activation = learned_activation(config)
             path = TrainingDir(config.output_dir).oof(model.name)
             keys = {"name": model.name, "path": path, "activation": activation}

@@ -142,11 +142,6 @@ class TrainingData:
     def _file_digests(self) -> list[str]:
         return [file_sha256(source.data.path) for source in self.tables]
 
-    def _learned(self, rows: Rows) -> dict[str, Any]:
-        """Return the ``targets``, ``weights`` and, if there are any, ``groups`` of rows: an array each."""
-        arrays = {"targets": self.targets[rows], "weights": self.weights[rows]}
-        return arrays if self.groups is None else {**arrays, "groups": self.groups[rows]}
-
     def write_folds(self, path: Path) -> None:
         """Write the id and the fold of each row of the training table as CSV."""
         ids = self.main.table.ids
@@ -155,8 +150,10 @@ class TrainingData:
 
     def write_for_trainer(self, path: Path, rows: Rows) -> None:
         """Write what our own trainer learns: an npz file of ``rows`` and of what is learned of each."""
+        groups = {} if self.groups is None else {"groups": self.groups[rows]}
+        learned: dict[str, Any] = {"targets": self.targets[rows], "weights": self.weights[rows], **groups}
         with atomic_path(path) as temporary, temporary.open("wb") as stream:
-            np.savez(stream, rows=rows, **self._learned(rows))
+            np.savez(stream, rows=rows, **learned)
 
     @property
     def suffix(self) -> str:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.common.errors import DataError, MergeError
+from ensemble.common.errors import DataError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed, plural, quoted
 from ensemble.config import RunConfig
@@ -147,10 +147,7 @@ def _probabilities(
     advice = "correct these values"
     check = RowCheck(str(path), activation, table.ids, may_lack_rows=False, advice=advice, columns=labels)
     check.look(0, values)
-    try:
-        check.refuse()
-    except MergeError as error:
-        raise DataError(error.problems) from None
+    check.refuse(DataError)
     return values
 
 
@@ -170,12 +167,10 @@ def divide(table: LabelledTable, config: FoldsConfig) -> tuple[Rows, DistinctCel
     if config.splits is None:
         problems.add(_column_problems(table.data.path, cells["column"], groups), DataError)
         problems.raise_any()
-        folds = cells["column"].numbers
-    else:
-        problems.add(_count_problems(table, config.splits, groups), DataError)
-        problems.raise_any()
-        folds = _split(table, config.splits, config.seed, groups)
-    return folds, groups
+        return cells["column"].numbers, groups
+    problems.add(_count_problems(table, config.splits, groups), DataError)
+    problems.raise_any()
+    return _split(table, config.splits, config.seed, groups), groups
 
 
 def place_extra_rows(

@@ -110,7 +110,6 @@ class PythonSettings(InputsConfig):
 
     @property
     def is_file(self) -> bool:
-        """Return whether ``predict`` names a file."""
         return names_file(self.module_and_function[0])
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:

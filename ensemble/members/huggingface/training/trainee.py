@@ -159,18 +159,12 @@ def load_trainee(
         model=trained,
         base=model,
         dtype=stored_dtype,
-        precision=_precision(half, is_mixed),
+        precision={"bfloat16": "bf16"}.get(half, "fp16") if is_mixed else "",
         activation=activation,
         label_order=label_order,
         notes=notes,
         head=head,
     )
-
-
-def _precision(half: str, is_mixed: bool) -> str:
-    if not is_mixed:
-        return ""
-    return "bf16" if half == "bfloat16" else "fp16"
 
 
 def _bits(spec: ModelSpec, method: str) -> dict[str, Any] | None:

@@ -252,7 +252,6 @@ class RayLauncher(Launcher):
                     self._lose(node, self._silence_text)
 
     def _present_nodes(self) -> list[ClusterNode]:
-        """Return the nodes that are not lost."""
         return [node for node in self._nodes if not node.why_lost]
 
     def _add_devices(self, node: ClusterNode) -> None:
@@ -662,7 +661,6 @@ class RayLauncher(Launcher):
 
 
 def _alive_nodes() -> list[dict[str, Any]]:
-    """Return Ray's records of the nodes that are alive."""
     return [record for record in ray.nodes() if record["Alive"]]
 
 

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ensemble.data.published_table import PublishedTable, json_columns
+from ensemble.data.json_cells import python_rows
+from ensemble.data.published_table import PublishedTable
 from ensemble.data.table import TableNeeds, read_table
 
 
@@ -69,7 +70,9 @@ def test_json_values_come_back_as_they_were(tmp_path: Path) -> None:
 
 def test_json_columns_are_found_by_their_mark() -> None:
     marked = pa.field("a", pa.string(), metadata={b"ensemble": b"json"})
-    assert json_columns(pa.schema([marked, pa.field("b", pa.string())])) == ("a",)
+    cells, schema = [["[1]", None]] * 2, pa.schema([marked, pa.field("b", pa.string())])
+    rows = python_rows(pa.record_batch(cells, schema))
+    assert rows == [{"a": [1], "b": "[1]"}, {"a": None, "b": None}]
 
 
 def test_a_table_without_columns(tmp_path: Path) -> None:
