@@ -39,8 +39,8 @@ _SORTED = (530, 520, 510, 500, 490)
 
 def packed(rows: list[torch.Tensor], tokens: int = _TOKENS) -> tuple[Layout, Packing]:
     """Return rows of token ids one behind the other."""
-    layout = lay_out(np.empty(0, dtype=np.int64), [row.numpy() for row in rows], tokens, 0)
-    return layout, Packing(layout.ends, layout.positions.astype(np.int32), torch.device("cpu"))
+    layout = lay_out(np.empty(0, dtype=np.int64), [row.numpy() for row in rows], tokens)
+    return layout, Packing(layout.ends, layout.positions, torch.device("cpu"))
 
 
 def attention_alone(width: int) -> Calls:
@@ -80,7 +80,8 @@ def layers(config: Any, model_class: Any, rows: list[torch.Tensor], attentions: 
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     layout, packing = packed(rows, -(-int(mask.sum()) // FLEX_BLOCK) * FLEX_BLOCK)
-    places = {"input_ids": torch.from_numpy(layout.ids), "position_ids": torch.from_numpy(layout.positions)}
+    positions = torch.from_numpy(layout.positions[: len(layout.ids)]).long()
+    places = {"input_ids": torch.from_numpy(layout.ids), "position_ids": positions}
 
     def run(attention: str) -> torch.Tensor:
         model.config._attn_implementation = attention
@@ -89,7 +90,7 @@ def layers(config: Any, model_class: Any, rows: list[torch.Tensor], attentions: 
             return states[mask.bool()]
         with packing.used():
             states = model(**{name: array[None] for name, array in places.items()}).last_hidden_state
-        return states[0, : mask.sum()]
+        return states[0]
 
     return {name: partial(run, attention) for name, attention in attentions.items()}
 

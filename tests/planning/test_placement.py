@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
+from bench.shapes import GEMMA_2_9B, GEMMA_3_270M, LLAMA_3_8B, make_full_size
 from ensemble.common.gpus import Device
 from ensemble.jobs.job import compile_models
 from ensemble.members.huggingface.memory import CheckpointMemory, checkpoint_memory
@@ -25,7 +25,11 @@ from tests.planning.test_plan import config, make_plan
 GIB = 1 << 30
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 LABELS = ["a", "b", "tie"]
-MODELS = {"gemma": GEMMA_2_9B, "llama": LLAMA_3_8B}
+MODELS = {
+    "gemma": GEMMA_2_9B,
+    "llama": LLAMA_3_8B,
+    "gemma3": {**GEMMA_3_270M, "sliding_window": 512},
+}
 
 
 @pytest.fixture(scope="module")
@@ -319,6 +323,45 @@ def test_flash_attention_only_where_it_works_and_helps(
     )
     assert gemma.attention(dtype, gpus, capability) == expected
     assert llama.attention(dtype, gpus, capability) == "sdpa", "as good"
+
+
+@pytest.mark.parametrize(
+    ("member", "devices", "expected"),
+    [
+        ({"quantization_config": NF4}, [card(0, 15)], "capped_blocks"),  # a T4
+        ({}, [card(0, 22, (8, 9))], "flex"),  # an L4
+        ({}, [card(0, 80, (9, 0))], "flex"),
+        ({}, [card(0, 96, (12, 0))], "flex"),
+        ({"quantization_config": NF4}, [card(0, 22, (8, 9))], "flex"),
+        ({}, [card(0, 80, (8, 0)), card(1, 15)], "flex"),  # the T4 is too small for it
+        ({"quantization_config": NF4}, [card(0, 80, (8, 0)), card(1, 15)], "capped_blocks"),
+        ({"num_gpus": 2}, [card(0, 22, (8, 9)), card(1, 22, (8, 9))], "capped_blocks"),
+        ({"dtype": "float32"}, [card(0, 80, (9, 0))], "capped_blocks"),
+        ({"batch_size": 4}, [card(0, 80, (9, 0))], "capped_blocks"),
+        ({"torch_compile": True}, [card(0, 80, (9, 0))], "capped_blocks"),
+        ({"device_map": "auto"}, [card(0, 80, (9, 0))], "capped_blocks"),
+        ({"num_gpus": 0}, [card(0, 80, (9, 0))], "capped_blocks"),
+        ({"attn_implementation": "eager"}, [card(0, 80, (9, 0))], "eager"),
+        ({"model_name_or_path": "llama"}, [card(0, 80, (9, 0))], "sdpa"),
+        ({"model_name_or_path": "gemma3"}, [card(0, 22, (8, 9))], "flex"),
+        ({"model_name_or_path": "gemma3"}, [card(0, 15)], "sdpa"),
+        ({"model_name_or_path": "gemma3", "max_length": 512}, [card(0, 22, (8, 9))], "sdpa"),
+        ({"model_name_or_path": "gemma3", "max_length": 513}, [card(0, 22, (8, 9))], "flex"),
+    ],
+)
+def test_rows_are_packed_where_that_helps_and_works(
+    models: Path, member: dict[str, Any], devices: list[Device], expected: str
+) -> None:
+    made = plan(models, devices, {"model_name_or_path": "gemma", **member})
+    assert not made.problems
+    assert made.models[0].placement.attention == expected
+
+
+def test_labels_of_several_tokens_or_by_row_are_not_packed(models: Path) -> None:
+    asked: Any = config({"model_name_or_path": "gemma"}).models
+    memory = known(models, asked[0], np.ones(1, dtype=np.int64))
+    scored = [replace(memory, vocabulary_positions=1, keeps_prompts=keeps) for keeps in (False, True)]
+    assert [item.attention("bfloat16", 1, (9, 0)) for item in scored] == ["flex", "capped_blocks"]
 
 
 @pytest.mark.fault(30)

@@ -459,9 +459,12 @@ def activation(
         pair = a.masks * size + a.heads * score_bytes
     elif attention == CAPPED_BLOCKS:
         attended += a.heads * min(width, QUERIES_PER_BLOCK) * score_bytes
-    elif a.head_dim > _REGISTER_WIDTH and size == 2:
+    elif a.head_dim > _REGISTER_WIDTH and size == 2 and attention != FLEX:
         attended += 4 * queries
-    token = size * hidden_copies * a.hidden + max(mlp, attended) + num_labels * (size + 4) + _INPUT_BYTES
+    # Rotary embedding's tables for each kind of layer, which packed rows do not share.
+    tables = 2 * a.masks * a.head_dim if attention == FLEX else 0
+    token = size * (hidden_copies * a.hidden + tables) + max(mlp, attended)
+    token += num_labels * (size + 4) + _INPUT_BYTES
     kept_by_token = 2 * a.layers * keys * size
     fixed = shared_tokens * kept_by_token
     if bits == 4 or (method_of(a.quantization) == BITSANDBYTES and quantized_bits(a.quantization) == 4):

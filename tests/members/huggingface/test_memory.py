@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from torch.nn.attention import flex_attention
 
 from ensemble.members.footprint import Activation
 from ensemble.members.huggingface.checkpoint.adapter_files import widest_lora
@@ -109,6 +110,37 @@ def test_the_activation_of_real_widths_on_a_gpu(family: str, attention: str) -> 
             predicted = activation(architecture, "bfloat16", attention, 2, None, width)
             measured = peak_bytes(classifier, [width] * rows)
             assert 0.95 < predicted.bytes(rows * width, width) / measured < 1.7, (rows, width)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "labels", "targets"),
+    [
+        ("gemma2", 0, []),
+        ("gemma2", 3, []),
+        ("gemma3", 0, []),
+        ("gemma3", 0, ["gate_proj", "up_proj"]),
+        ("llama", 0, ["gate_proj", "v_proj"]),
+    ],
+)
+@pytest.mark.skipif(not hasattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"), reason="torch 2.6")
+def test_rows_one_behind_the_other(family: str, labels: int, targets: list[str]) -> None:
+    config = FAMILIES[family]()
+    lora = (config.intermediate_size, 64) if targets else (0, 0)
+
+    def adapt(model: Any) -> None:
+        if targets:
+            peft = pytest.importorskip("peft")
+            peft.inject_adapter_in_model(peft.LoraConfig(r=64, target_modules=targets), model)
+
+    positions = int(labels > 0)
+    with fake_classifier(config, torch.bfloat16, "flex", adapt=adapt, labels=labels) as (classifier, _):
+        for tokens, width in ((4096, 512), (16384, 2048)):
+            predicted = activation(
+                architecture_of(config), "bfloat16", "flex", 2, None, width, lora, positions
+            ).bytes(tokens, width)
+            measured = peak_bytes(classifier, [width] * (tokens // width), packed_tokens=tokens)
+            assert 1 <= predicted / measured < 1.12, (tokens, width, predicted / measured)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ MODELS: dict[str, tuple[str, tuple[int | None, ...], Mapping[str, Any]]] = {
 }
 BATCHES = ((256, 32), (16, 500), (8, 1024), (4, 2048))
 _ONLY_EAGER = ("gemma2", "deberta-v2")
+_PACKED = ("gemma2-9b", "gemma2-2b", "llama3-8b", "mistral-7b", "gemma3-270m", "gemma3-1b")
 _MIB = 1 << 20
 
 
@@ -59,7 +60,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for name, (model_type, sizes, others) in MODELS.items():
         known = {key: size for key, size in zip(_SIZES, sizes, strict=False) if size is not None}
-        for attention in ("eager",) if model_type in _ONLY_EAGER else ("sdpa", "eager"):
+        attentions = ["eager"] if model_type in _ONLY_EAGER else ["sdpa", "eager"]
+        for attention in (*attentions, *(["flex"] if name in _PACKED else [])):
             config = AutoConfig.for_model(model_type, **known, **others, pad_token_id=0)
             print(f"| {name} | {attention} | {' | '.join(_row(config, attention))} |", flush=True)
 
@@ -79,7 +81,11 @@ def _row(config: Any, attention: str) -> list[str]:
     most = architecture.max_positions or (512 if config.model_type == "deberta-v2" else 1 << 30)
     batches = [(rows, width) for rows, width in BATCHES if width <= most]
     with fake_classifier(config, torch.bfloat16, attention) as (classifier, _):
-        peaks = [peak_bytes(classifier, [width] * rows) for rows, width in batches]
+        packed = [rows * width if attention == "flex" else 0 for rows, width in batches]
+        peaks = [
+            peak_bytes(classifier, [width] * rows, tokens)
+            for (rows, width), tokens in zip(batches, packed, strict=True)
+        ]
     messages = [planned.bytes(rows * width, width) for rows, width in batches]
     alone = [item / peak for item, peak in zip(messages, peaks, strict=True)]
     total = [(planned_weights + item) / (held + peak) for item, peak in zip(messages, peaks, strict=True)]

@@ -23,6 +23,8 @@ class PeakTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ``peak_bytes`` is the most that lived at once, beyond what existed on entry.
     """
 
+    supports_higher_order_operators = True  # such as flex_attention
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0

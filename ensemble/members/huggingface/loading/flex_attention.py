@@ -36,12 +36,13 @@ class Packing:
 
     Args:
         ends: the place behind the last token that sees each token, int32 [tokens]: the end of a token's row, or of
-            all rows that begin with it. There is a multiple of ``FLEX_BLOCK`` tokens.
+            all rows that begin with it. There is a multiple of ``FLEX_BLOCK`` tokens; the model may have fewer.
         positions: of the tokens in their rows, int32 [tokens].
         device: of all layers.
     """
 
     def __init__(self, ends: Numbers, positions: Numbers, device: torch.device) -> None:
+        self.tokens = len(ends)
         self._arrays = ends, positions
         self._tensors = on_device(ends, device), on_device(positions, device)
         self._device = device
@@ -145,6 +146,12 @@ def flex(
         return capped_blocks(
             module, query, key, value, attention_mask, scaling, softcap, sliding_window, **kwargs
         )
+    # Only the attention has a fixed length: all else computes no padding.
+    length = query.shape[2]
+    missing = (0, 0, 0, 0, 0, packing.tokens - length)
+    query, key, value = (
+        torch.nn.functional.pad(part.transpose(1, 2), missing).transpose(1, 2) for part in (query, key, value)
+    )
     result = compiled_attention()(
         query,
         key,
@@ -156,7 +163,7 @@ def flex(
     )
     if is_given_up.is_set():
         raise TimeoutError("another attention has taken over while this one was compiled")
-    return result.transpose(1, 2).contiguous(), None
+    return result.transpose(1, 2)[:, :length].contiguous(), None
 
 
 @functools.cache

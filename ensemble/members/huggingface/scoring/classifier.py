@@ -34,6 +34,7 @@ from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import Integers, Scorer, Shortcut
 from ensemble.members.huggingface.scoring.key_values import cache_behind
 from ensemble.members.huggingface.scoring.packing import lay_out
+from ensemble.members.huggingface.spec import FLEX_BLOCK
 
 
 class Classifier(Scorer[Encoded]):
@@ -129,10 +130,13 @@ class Classifier(Scorer[Encoded]):
         skipped = int(self.skipped_tokens(encoded)[0][rows[0]])
         ids = [encoded.inputs["input_ids"][row] for row in rows.tolist()]
         own = [of_row[skipped:] for of_row in ids]
-        layout = lay_out(ids[0][:skipped], own, self.packed_tokens, self._pad_token_id)
+        layout = lay_out(ids[0][:skipped], own, -(-self.packed_tokens // FLEX_BLOCK) * FLEX_BLOCK)
         places = layout.starts + self._read_places(encoded, rows) - skipped
-        arrays = {"input_ids": layout.ids, "position_ids": layout.positions}
-        packing = Packing(layout.ends, layout.positions.astype(np.int32), self._device)
+        arrays = {
+            "input_ids": layout.ids,
+            "position_ids": layout.positions[: len(layout.ids)].astype(np.int64),
+        }
+        packing = Packing(layout.ends, layout.positions, self._device)
         inputs = {name: on_device(array[None], self._device) for name, array in arrays.items()}
         read = on_device(places, self.last_device)
         with self._searching(None), packing.used(), self._spread.forward_pass(), torch.inference_mode():

@@ -314,7 +314,7 @@ def _run(
         batch = batches.popleft()
         width = int(lengths[batch].max())
         is_packed = int(widths[batch].sum() + skipped[batch[0]]) <= packed_tokens
-        padded = packed_tokens if is_packed else width * len(batch)
+        padded = int(lengths[batch].sum()) if is_packed else width * len(batch)
         result = None
         try:
             result = classifier.logits(encoded, batch, with_mask)

@@ -42,7 +42,6 @@ from ensemble.members.huggingface.scoring.warmup import (
 from ensemble.members.huggingface.spec import (
     CAPPED_BLOCKS,
     FLEX,
-    FLEX_BLOCK,
     LANGUAGE_MODEL,
     CheckpointSpec,
     ModelSpec,
@@ -330,8 +329,7 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
     def _packed_tokens(self, memory: MemoryLimit | None) -> int:
         """Return the tokens of a packed batch; longer rows come into padded batches."""
         budget, width = self._loaded.token_budget, self._spec.width or self._max_length
-        tokens = budget if memory is None else min(budget, memory.tokens_at(min(width, self._max_length)))
-        return tokens - tokens % FLEX_BLOCK
+        return budget if memory is None else min(budget, memory.tokens_at(min(width, self._max_length)))
 
     def follow(self, choice: BatchChoice) -> None:
         super().follow(choice)

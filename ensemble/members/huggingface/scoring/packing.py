@@ -20,31 +20,28 @@ class Layout:
     """Hold a packed batch.
 
     Attributes:
-        ids, positions: of the tokens, and of padding behind them, int64 [tokens].
-        ends: see ``Packing``, int32 [tokens].
+        ids: of the tokens, int64 [tokens].
+        positions, ends: of the tokens, and of padding behind them: see ``Packing``, int32 [padded].
         starts: the place of each row's first own token, int64 [rows].
     """
 
     ids: Integers
-    positions: Integers
+    positions: npt.NDArray[np.int32]
     ends: npt.NDArray[np.int32]
     starts: Integers
 
 
-def lay_out(shared: Integers, rows: Sequence[Integers], tokens: int, pad_token_id: int) -> Layout:
-    """Lay the tokens that rows begin with, and then the rest of each row, in a batch of so many tokens."""
+def lay_out(shared: Integers, rows: Sequence[Integers], padded: int) -> Layout:
+    """Lay the tokens that rows begin with, and then the rest of each row, in a batch of up to so many tokens."""
     parts = [shared, *rows]
     borders = np.cumsum([0, *map(len, parts)])
-    total = borders[-1]
-    ids = np.full(tokens, pad_token_id, dtype=np.int64)
-    ids[:total] = np.concatenate(parts)
-    positions = np.zeros(tokens, dtype=np.int64)
-    ends = np.arange(1, tokens + 1, dtype=np.int32)  # padding is seen by nobody else
+    positions = np.zeros(padded, dtype=np.int32)
+    ends = np.arange(1, padded + 1, dtype=np.int32)  # padding is seen by nobody else
     for start, end in pairwise(borders.tolist()):
         positions[start:end] = np.arange(end - start) + (len(shared) if start else 0)
         ends[start:end] = end
-    ends[: len(shared)] = total
-    return Layout(ids, positions, ends, borders[1:-1])
+    ends[: len(shared)] = borders[-1]
+    return Layout(np.concatenate(parts), positions, ends, borders[1:-1])
 
 
 def pack(widths: Integers, tokens: int, most_rows: int) -> list[Integers]:
