@@ -39,6 +39,9 @@ class Packing:
             all rows that begin with it. There is a multiple of ``FLEX_BLOCK`` tokens; the model may have fewer.
         positions: of the tokens in their rows, int32 [tokens].
         device: of all layers.
+
+    Attributes:
+        masks: for each window of the layers that have run; None: a layer without one.
     """
 
     def __init__(self, ends: Numbers, positions: Numbers, device: torch.device) -> None:
@@ -46,12 +49,7 @@ class Packing:
         self._arrays = ends, positions
         self._tensors = on_device(ends, device), on_device(positions, device)
         self._device = device
-        self._masks: dict[int | None, Any] = {}
-
-    @property
-    def windows(self) -> set[int | None]:
-        """Return the windows of the layers that have run; None: a layer without one."""
-        return set(self._masks)
+        self.masks: dict[int | None, Any] = {}
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -64,9 +62,9 @@ class Packing:
 
     def mask(self, window: int | None) -> Any:
         """Return the block mask of layers with this window; it is made once."""
-        if window not in self._masks:
-            self._masks[window] = self._make_mask(_WITHOUT_WINDOW if window is None else window)
-        return self._masks[window]
+        if window not in self.masks:
+            self.masks[window] = self._make_mask(_WITHOUT_WINDOW if window is None else window)
+        return self.masks[window]
 
     def _make_mask(self, window: int) -> Any:
         from torch.nn.attention.flex_attention import BlockMask
@@ -132,10 +130,7 @@ def flex(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention of a packed batch; of others what :func:`capped_blocks` does, for inference only.
 
@@ -143,11 +138,9 @@ def flex(
     """
     packing = _packing.get()
     if packing is None:
-        return capped_blocks(
-            module, query, key, value, attention_mask, scaling, softcap, sliding_window, **kwargs
-        )
+        return capped_blocks(module, query, key, value, attention_mask, **options)
     # Only the attention has a fixed length: all else computes no padding.
-    length = query.shape[2]
+    length, softcap = query.shape[2], options.get("softcap")
     missing = (0, 0, 0, 0, 0, packing.tokens - length)
     query, key, value = (
         torch.nn.functional.pad(part.transpose(1, 2), missing).transpose(1, 2) for part in (query, key, value)
@@ -157,8 +150,8 @@ def flex(
         key,
         value,
         score_mod=None if softcap is None else _cap(softcap),
-        block_mask=packing.mask(sliding_window),
-        scale=scaling,
+        block_mask=packing.mask(options.get("sliding_window")),
+        scale=options.get("scaling"),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     if is_given_up.is_set():

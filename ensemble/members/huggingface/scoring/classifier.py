@@ -141,7 +141,7 @@ class Classifier(Scorer[Encoded]):
         read = on_device(places, self.last_device)
         with self._searching(None), packing.used(), self._spread.forward_pass(), torch.inference_mode():
             yield inputs, read
-        if packing.windows != layer_windows(self._model.config):
+        if set(packing.masks) != layer_windows(self._model.config):
             raise ValueError("its layers do not tell the attention how far they look back")
         self.shared_tokens += skipped * (len(rows) - 1)
 
