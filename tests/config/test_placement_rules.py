@@ -69,6 +69,16 @@ TURNS = [{"name": "x", "adapter_name_or_path": "x"}, {"name": "y", "adapter_name
             "drop attn_implementation, or this",
         ),
         (
+            {"torch_compile": True, "attn_implementation": "flex"},
+            "models[0].torch_compile (line ",
+            "drop attn_implementation, or this",
+        ),
+        (
+            {"attn_implementation": "flex", "batch_size": 8},
+            "models[0].batch_size (line ",
+            "flex packs rows by max_num_batched_tokens; set that instead",
+        ),
+        (
             {"adapters": {"average": ["x", "y"]}, "adapter_name_or_path": "x"},
             "models[0].adapters (line ",
             "adapter_name_or_path is given as well; keep one of the two",

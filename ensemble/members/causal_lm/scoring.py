@@ -14,6 +14,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -157,9 +158,8 @@ class LabelScorer(Classifier):
             raise
 
     def packs(self, encoded: Encoded) -> int:
-        rows = np.flatnonzero(encoded.lengths)
-        several = any(texts.has_several_tokens for texts in self._texts_of(encoded, rows))
-        return 0 if several else super().packs(encoded)
+        # Where rows have choices of their own, these texts have several tokens.
+        return 0 if self._texts.has_several_tokens else super().packs(encoded)
 
     def _packed_rows(
         self, encoded: Encoded, rows: npt.NDArray[np.int64], texts: Sequence[LabelTexts]
@@ -377,7 +377,11 @@ def _rectangle(
 def head_at(head: nn.Module, positions: torch.Tensor) -> Iterator[None]:
     """Let the head over the vocabulary see only these positions of each row, int64 [rows, k]."""
 
-    def take(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    thread = get_ident()
+
+    def take(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if get_ident() != thread:  # one that was left alone compiling may be within a pass
+            return None
         states, *others = inputs
         rows = torch.arange(len(states), device=states.device)[:, None]
         return (states[rows, positions.to(states.device)], *others)

@@ -69,7 +69,9 @@ def member(
 
     parent = kind(folder, **keys)
     inspected = parent.inspect(OutputColumns("id", labels))
-    settings = parent.worker_settings(inspected, Assigned(gpus=0, dtype=parent.settings.dtype), None)
+    attention = parent.settings.attn_implementation
+    assigned = Assigned(gpus=0, dtype=parent.settings.dtype, attention=attention)
+    settings = parent.worker_settings(inspected, assigned, None)
     where = Path(tempfile.mkdtemp(dir=where))
     places = publish(where, {"text": texts} if isinstance(texts, list) else dict(texts))
     plain = worker_spec(folder, labels=labels, **places)

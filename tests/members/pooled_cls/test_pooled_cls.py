@@ -114,7 +114,9 @@ def member(
     }
     parent = PooledClassification(PooledSettings(**given))
     inspected = parent.inspect(OutputColumns("id", tuple(labels)))
-    settings = parent.worker_settings(inspected, Assigned(gpus=0, dtype=keys.get("dtype", "auto")), None)
+    attention = parent.settings.attn_implementation
+    assigned = Assigned(gpus=0, dtype=keys.get("dtype", "auto"), attention=attention)
+    settings = parent.worker_settings(inspected, assigned, None)
     places = publish(Path(tempfile.mkdtemp(dir=where)), columns)
     plain = worker_spec(folder, labels=tuple(labels), activation=inspected.activation, **places)
     common = CommonSpec(**{field.name: getattr(plain, field.name) for field in fields(CommonSpec)})

@@ -69,13 +69,14 @@ class Packing:
     def _make_mask(self, window: int) -> Any:
         from torch.nn.attention.flex_attention import BlockMask
 
-        # All that differs between batches and layers is a tensor: a number would be compiled anew.
+        # All that differs between batches and layers is a tensor: a number would be compiled anew, and one of no
+        # dimension is an error in torch 2.6.
         ends, positions = self._tensors
-        width = on_device(np.array(window, dtype=np.int32), self._device)
+        first = on_device(self._arrays[1] - np.int32(window - 1), self._device)
 
         def sees(_: Any, __: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             is_in_row = (key <= query) & (query < ends[key])
-            return is_in_row & (positions[query] - positions[key] < width)
+            return is_in_row & (positions[key] >= first[query])
 
         some, every = self._blocks(window)
         counts, numbers = _listed(some & ~every, self._device)

@@ -62,7 +62,9 @@ _TRAINED = {
 }
 # Words of transformers' errors about the attention; names of modules, such as "attention.self", do not match.
 _ABOUT_ATTENTION = re.compile(
-    "attention implementation|attn_implementation|flash_attn|flash ?attention|flex attention", re.IGNORECASE
+    "attention implementation|attn_implementation|flash_attn|flash ?attention|flex attention"
+    f"|KeyError: '({CAPPED_BLOCKS}|{FLEX})'",
+    re.IGNORECASE,
 )
 
 

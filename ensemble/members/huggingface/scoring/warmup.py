@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,11 @@ class WarmUp:
         except (OSError, KeyError, TypeError):  # transformers reads their source
             can_change = False
         if not can_change:
+            if is_asked and chosen in (CAPPED_BLOCKS, FLEX):
+                raise ValueError(
+                    f"attn_implementation: {chosen} cannot be used, as {type(model).__name__} computes attention "
+                    "by itself; leave the key out"
+                )
             return skipped + "cannot change it once it is loaded"
         attempts: list[tuple[Mode, float]] = [(nullcontext, self._rounding(dtype))]
         if not self.is_exact and self.in_float32 is not None and "flash" not in chosen:
@@ -128,8 +133,10 @@ class WarmUp:
         """
         self.classifier.packed_tokens = tokens
         problem = "these rows cannot stand one behind the other"
-        if self.classifier.packs(self.encoded) >= self.encoded.lengths.sum():
-            problem = self._problem_of_packing(dtype, timeout)
+        if self.classifier.packs(self.encoded):
+            problem = f"the texts to try it on have more than {tokens} tokens (max_num_batched_tokens)"
+            if self.encoded.lengths.sum() <= tokens:
+                problem = self._problem_of_packing(dtype, timeout)
         if not problem:
             return ""
         self.classifier.packed_tokens = 0
@@ -150,6 +157,8 @@ class WarmUp:
                 packed.set_result(self._logits(rows))
             except BaseException as error:  # for the thread that waits
                 packed.set_exception(error)
+            else:  # in torch 2.10 without a GPU, compiling again is a crash once the thread of the first time ends
+                Event().wait()
 
         # A thread, which can be left alone where compiling does not end.
         Thread(target=compute, name="compile", daemon=True).start()
