@@ -69,6 +69,7 @@ def run_trials(
     # The processes end themselves after that time if this one is gone.
     options = [f"--parent-pid={os.getpid()}", f"--seconds={int(timeout_seconds) + 6}"]
     options += ["--flash-attention"] if flash_attention else []
+    shared_environment = {**os.environ, **(environment or {}), **python_environment()}
     trials: list[DeviceTrial] = []
     for start in range(0, len(devices), _MAX_PROCESSES):
         batch = devices[start : start + _MAX_PROCESSES]
@@ -88,12 +89,7 @@ def run_trials(
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    env={
-                        **os.environ,
-                        **(environment or {}),
-                        **python_environment(),
-                        **worker_environment([device]),
-                    },
+                    env={**shared_environment, **worker_environment([device])},
                     start_new_session=True,
                 )
                 processes.append(process)

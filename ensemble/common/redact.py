@@ -49,10 +49,8 @@ class Redactor:
     """Replace secrets of the environment and of a config, or of parts of one, by ``***``."""
 
     def __init__(self, environ: Mapping[str, str], settings: object = None) -> None:
-        secrets = [
-            value for name, value in environ.items() if _VARIABLE.search(name) and not _LOCATION.search(name)
-        ]
-        secrets += secrets_in(settings)
+        names = [name for name in environ if _VARIABLE.search(name) and not _LOCATION.search(name)]
+        secrets = [*(environ[name] for name in names), *secrets_in(settings)]
         forms: set[str] = set()
         for secret in map(str.strip, secrets):
             # Text may have the secret itself, single lines of it, or Python's, JSON's or an address's spelling.

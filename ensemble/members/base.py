@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -43,7 +43,7 @@ class Inspection:
     activation: OutputActivation
     label_order: tuple[int, ...]
     summary: str
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class Draft:
     """
 
     settings: Mapping[str, Any]
-    labels: tuple[str, ...] | None
-    are_named: bool
+    labels: tuple[str, ...] | None = None
+    are_named: bool = False
     max_length: int | None = None
     reads_text: bool = True
     labels_are_columns: bool = False

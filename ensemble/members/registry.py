@@ -35,7 +35,6 @@ class ToBeTrained(MemberKind[MemberConfig, Inspection]):
             activation=self._kind.learned_activation(labels),
             label_order=tuple(range(labels)),
             summary="not trained yet",
-            warnings=(),
         )
 
     def problems(self, inspected: Inspection | None) -> Iterator[str]:

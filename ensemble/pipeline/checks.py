@@ -98,7 +98,6 @@ def rule_problems(loaded: LoadedConfig, inspected: Mapping[str, Inspection]) -> 
     if len(inspected) < len(config.models):
         return
     activation = merged_activation(inspected)
-    has_exclusive_labels = activation == "softmax"
     for number, rule in enumerate(config.rules or ()):
         values, mask = rule.set or {}, rule.mask or ()
         at_set = loaded.document.where(("rules", number, "set"))
@@ -109,7 +108,7 @@ def rule_problems(loaded: LoadedConfig, inspected: Mapping[str, Inspection]) -> 
                 yield f"{at_mask}: {_RAW}; use set"
         elif any(not 0 <= value <= 1 for value in values.values()):
             yield f"{at_set}: a probability is a number from 0 to 1"
-        elif not has_exclusive_labels:
+        elif activation != "softmax":
             continue
         elif total > 1 + _SUM_TOLERANCE or (has_all_labels and total < 1 - _SUM_TOLERANCE):
             yield f"{at_set}: the probabilities sum to {total:g}; those of exclusive labels sum to 1"
@@ -122,9 +121,8 @@ def member_problems(
 ) -> Iterator[str]:
     """Yield problems of members, alone and together, beside those that the inspection of their models raised."""
     for model in models:
-        yield from (
-            f"models[{model.index}].{text}" for text in model.kind.problems(of_models.get(model.name))
-        )
+        problems = model.kind.problems(of_models.get(model.name))
+        yield from (f"models[{model.index}].{text}" for text in problems)
     inspected = by_member(models, of_models)
     raw = [name for name, inspection in inspected.items() if inspection.activation == "none"]
     for index, member in enumerate(config.models):

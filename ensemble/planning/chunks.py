@@ -61,9 +61,7 @@ class Chunk:
 
 
 def cut_chunks(
-    lengths: npt.NDArray[np.int64],
-    common: npt.NDArray[np.int64] | None = None,
-    chunk_rows: int | None = None,
+    lengths: npt.NDArray[np.int64], common: npt.NDArray[np.int64] | None = None, chunk_rows: int | None = None
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
     """Return the row order, longest first, and its slices.
 

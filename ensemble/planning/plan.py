@@ -325,9 +325,8 @@ def make_plan(
     if plan.problems:
         return plan
     plan = _share_cpu(_share_gpus(plan))
-    is_measured = bool(plan.demands) and all(
-        model.speed.is_measured for model in plan.models if model.needs_worker
-    )
+    measured = [model.speed.is_measured for model in plan.models if model.needs_worker]
+    is_measured = bool(measured) and all(measured)
     return replace(plan, seconds=plan.seconds_of(plan.demands) if is_measured else None)
 
 
@@ -480,10 +479,7 @@ def with_job(
 
 
 def _cut_jobs(
-    facts: ModelFacts,
-    jobs: Sequence[Job],
-    computed: npt.NDArray[np.int64],
-    ranked: npt.NDArray[np.int64],
+    facts: ModelFacts, jobs: Sequence[Job], computed: npt.NDArray[np.int64], ranked: npt.NDArray[np.int64]
 ) -> _Cut:
     """Return all rows in all jobs that may compute them."""
     parts: list[_Cut] = []

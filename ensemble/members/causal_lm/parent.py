@@ -130,8 +130,6 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
             settings["apply_chat_template"] = True
         return Draft(
             settings=settings,
-            labels=None,
-            are_named=False,
             max_length=row_limit(config, path.parent),
             of_labels=("label_tokens", str if is_chat else " {}".format),
             guess="what the model would say for each label; and let the prompt end with the question",

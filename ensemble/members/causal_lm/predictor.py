@@ -72,7 +72,7 @@ class CausalMember(TextMember[CausalSpec]):
         names.pop(None, None)
         return names
 
-    def _encode(self, rows: Sequence[Mapping[str, object]], step: Callable[[], None]) -> Encoded:
+    def _encode(self, rows: Sequence[Mapping[str, object]], step: Callable[[], object]) -> Encoded:
         encoded = super()._encode(rows, step)
         if self._spec.choices is None:
             return encoded

@@ -362,9 +362,7 @@ def _row_paths(texts: Sequence[LabelTexts]) -> list[RowPath]:
     ]
 
 
-def _rectangle(
-    rows: Sequence[Sequence[int]],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def _rectangle(rows: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Return rows of tokens, padded to the longest, and where tokens stand."""
     lengths = np.array([len(row) for row in rows])
     is_token = np.arange(lengths.max()) < lengths[:, None]

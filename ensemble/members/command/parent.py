@@ -137,8 +137,6 @@ class Command(MemberKind[CommandSettings, CommandInspection]):
         command = ["python", source, rows or "--rows", "{rows}", out or "--out", "{out}"]
         return Draft(
             {"task_type": "command", "command": command},
-            labels=None,
-            are_named=False,
             reads_text=False,
             reads_all_columns=True,
             guessed_key="command",
@@ -182,7 +180,6 @@ class Command(MemberKind[CommandSettings, CommandInspection]):
             activation=model.activation,
             label_order=tuple(range(len(columns.labels))),
             summary=f"runs {' '.join(self._named_words()[:3])}",
-            warnings=(),
             id_column=columns.id_column,
             columns=columns.of_rows(model.columns or ()),
             rows_format=model.format or rows_format,

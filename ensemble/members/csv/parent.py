@@ -128,17 +128,12 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
             activation=self.settings.activation,
             label_order=tuple(range(len(columns.labels))),
             summary=f"{'logits' if self._are_logits else 'predictions'} in {shown_path(path)}",
-            warnings=(),
             id_column=id_column,
         )
 
     def fingerprint(self, inspected: CsvInspection, assigned: Assigned) -> Mapping[str, object]:
-        return {
-            "id_column": inspected.id_column,
-            "activation": inspected.activation,
-            "columns": self.settings.columns,
-            "are_logits": self._are_logits,
-        }
+        keys = self.settings.model_dump(include={"activation", "columns"})
+        return {"id_column": inspected.id_column, "are_logits": self._are_logits, **keys}
 
     def content(self, inspected: CsvInspection, files: FileDigests) -> Mapping[str, str]:
         return {"file": files.digest(self.settings.path)}

@@ -132,7 +132,6 @@ class Endpoint(MemberKind[EndpointSettings, Inspection]):
             activation="softmax",
             label_order=tuple(range(len(columns.labels))),
             summary=f"{model.model} at {model.url or 'a server of its own'}, {model.api}",
-            warnings=(),
         )
 
     def problems(self, inspected: Inspection | None) -> Iterator[str]:

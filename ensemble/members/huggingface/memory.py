@@ -185,10 +185,9 @@ class CheckpointMemory(MemoryEstimate):
         has_kernels = has_capability and dtype in ("float16", "bfloat16")
         flash_suits = self.has_flash_attention and has_kernels
         flex_suits = has_kernels and gpus == 1 and self._flex_suits(self.architecture)
-        supports_sdpa = self.architecture.supports_sdpa
-        if supports_sdpa is None and not self.architecture.soft_capping:
+        is_capped, supports_sdpa = self.architecture.soft_capping, self.architecture.supports_sdpa
+        if supports_sdpa is None and not is_capped:
             return None
-        is_capped = self.architecture.soft_capping
         return choose_attention(is_capped, supports_sdpa is True, flash_suits, flex_suits)
 
     def _flex_suits(self, architecture: Architecture) -> bool:
@@ -198,9 +197,8 @@ class CheckpointMemory(MemoryEstimate):
         placements = (settings.device_map, settings.max_memory, settings.offload_folder)
         is_plain = settings.batch_size == "auto" and not settings.torch_compile and not any(placements)
         has_window = architecture.supports_sdpa is True and 0 < architecture.window < self._width
-        return (
-            is_decoder and is_plain and not self.keeps_prompts and (architecture.soft_capping or has_window)
-        )
+        gains = architecture.soft_capping or has_window
+        return is_decoder and is_plain and gains and not self.keeps_prompts
 
     @property
     def _width(self) -> int:
@@ -484,4 +482,4 @@ def activation(
 
 
 def _compute_bytes(size: int, quantization: Mapping[str, Any] | None) -> int:
-    return {"float16": 2, "bfloat16": 2, "float32": 4}.get(compute_dtype_of(quantization), size)
+    return DTYPE_BYTES.get(compute_dtype_of(quantization), size)

@@ -317,13 +317,11 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         ]
         return {"weights": digest_of(weights)}
 
-    def _adapter_digests(self, adapter: AdapterSource | None, files: FileDigests) -> list[str]:
-        digests = []
+    def _adapter_digests(self, adapter: AdapterSource | None, files: FileDigests) -> Iterator[str]:
         for name in () if adapter is None else adapter.names:
             folder = find_file(name, "adapter_config.json").parent
             runs_code = self.settings.trust_remote_code
-            digests.append(hub_commit(name, folder) or weights_digest(folder, {}, runs_code, files))
-        return digests
+            yield hub_commit(name, folder) or weights_digest(folder, {}, runs_code, files)
 
 
 class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
@@ -409,14 +407,10 @@ class TextCheckpoint(HuggingFaceMember[T, Checkpoint]):
         assert model.train is not None
         assert model.train.base_model is not None
         folder = find_file(model.train.base_model, "config.json", model.revision).parent
-        of_base = {
-            "model_name_or_path": model.train.base_model,
-            "adapter_name_or_path": None,
-            "adapters": None,
-            "views": None,
-        }
+        without = dict.fromkeys(("adapter_name_or_path", "adapters", "views"))
+        of_base = {"model_name_or_path": model.train.base_model, **without}
         base = type(self)(model.model_copy(update=of_base))
-        inspected = Checkpoint("none", tuple(range(len(labels))), "", (), folder=folder)
+        inspected = Checkpoint("none", tuple(range(len(labels))), "", folder)
         assigned = Assigned(gpus=0, dtype=model.dtype, attention=model.attn_implementation)
         return {
             "predictor": self.child.partition(":")[2],

@@ -159,7 +159,6 @@ class HuggingFaceSettings(MemberConfig):
 
     @property
     def averaged(self) -> tuple[str, ...]:
-        """Return the folders of checkpoints that are averaged."""
         return () if self.checkpoints is None else self.checkpoints.average
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:

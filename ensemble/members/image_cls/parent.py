@@ -34,7 +34,7 @@ from ensemble.members.footprint import Activation, Capability, Footprint, Memory
 from ensemble.members.huggingface.checkpoint.digests import hub_commit
 from ensemble.members.huggingface.checkpoint.hub import how_to_install, read_config
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
-from ensemble.members.huggingface.checkpoint.labels import label_names
+from ensemble.members.huggingface.checkpoint.labels import label_names, saved_as
 from ensemble.members.huggingface.memory import DTYPE_BYTES, CheckpointMemory, whole_tensors
 from ensemble.members.huggingface.parent import HuggingFaceMember
 from ensemble.members.huggingface.settings import HuggingFaceSettings
@@ -133,8 +133,7 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
         if not (folder / "config.json").is_file():
             return None
         config = read_config(folder / "config.json", f"{source}: its config.json")
-        name = str((config.get("architectures") or [""])[0])
-        if not name.endswith("ForImageClassification"):
+        if not saved_as(config).endswith("ForImageClassification"):
             return None
         names = label_names(config, source)
         return Draft(

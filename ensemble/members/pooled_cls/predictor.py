@@ -148,12 +148,9 @@ class PooledClassifier(Classifier):
                 return states[places.to(states.device)].float()
             skipped = int(self.skipped_tokens(encoded)[0][rows[0]])
             lengths = encoded.lengths[rows]
-            parts = [part for part in (skipped, *(lengths - skipped).tolist()) if part]
-            sums = [part.sum(0, dtype=torch.float32) for part in torch.split(states[: sum(parts)], parts)]
-            total = torch.stack(sums[-len(rows) :])
-            if skipped:
-                total += sums[0]
-            return total / on_device(lengths, states.device)[:, None]
+            parts = torch.split(states, [skipped, *(lengths - skipped).tolist()])
+            shared, *own = (part.sum(0, dtype=torch.float32) for part in parts)
+            return (torch.stack(own) + shared) / on_device(lengths, states.device)[:, None]
 
     def _read_places(self, encoded: Encoded, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         lengths = encoded.lengths[rows]

@@ -317,20 +317,13 @@ class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
             activation=model.activation,
             label_order=tuple(range(len(columns.labels))),
             summary=f"{function} of {shown_path(source.file) if model.is_file else module}",
-            warnings=(),
             source=source,
             id_column=columns.id_column,
         )
 
     def fingerprint(self, inspected: PythonInspection, assigned: Assigned) -> Mapping[str, object]:
-        model = self.settings
-        return {
-            "function": model.module_and_function[1],
-            "setup": model.setup,
-            "columns": model.columns,
-            "kwargs": model.kwargs,
-            "activation": model.activation,
-        }
+        keys = self.settings.model_dump(include={"setup", "columns", "kwargs", "activation"})
+        return {"function": self.settings.module_and_function[1], **keys}
 
     def content(self, inspected: PythonInspection, files: FileDigests) -> Mapping[str, str]:
         """Return the digests of the code, of the model, and of the files that ``depends_on`` names."""
@@ -368,10 +361,7 @@ class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
             "module": source.name,
             "file": str(source.file) if model.is_file else None,
             "function": model.module_and_function[1],
-            "setup": model.setup,
             "model": None if model.model is None else str(model.model.absolute()),
-            "columns": list(model.columns),
-            "kwargs": model.kwargs,
             "id_column": inspected.id_column,
-            "batch_size": model.batch_size,
+            **model.model_dump(include={"setup", "columns", "kwargs", "batch_size"}),
         }

@@ -23,7 +23,7 @@ from ensemble.members.huggingface.checkpoint.inspect import (
     is_language_model,
     row_limit,
 )
-from ensemble.members.huggingface.checkpoint.labels import label_names
+from ensemble.members.huggingface.checkpoint.labels import label_names, saved_as
 from ensemble.members.huggingface.parent import TextCheckpoint
 from ensemble.members.huggingface.settings import TextSettings
 from ensemble.members.huggingface.spec import CHILD, CLASSIFIER, HEAD_FILE
@@ -91,8 +91,7 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
         config = read_config(path, f"{base}: its config.json")
         if not settings and is_language_model(config, path.parent):
             return None
-        architecture = str((config.get("architectures") or [""])[0])
-        if architecture.endswith(_OTHER_HEADS):
+        if saved_as(config).endswith(_OTHER_HEADS):
             return None
         names = label_names(config, base)
         if head_rows is not None and head_rows != len(names):
@@ -105,9 +104,8 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
         )
 
     def reads(self) -> Reads:
-        return replace(
-            super().reads(), choices=self.settings.choices, one_choice=self.settings.choices is not None
-        )
+        choices = self.settings.choices
+        return replace(super().reads(), choices=choices, one_choice=choices is not None)
 
     def inspect(self, columns: OutputColumns) -> Checkpoint:
         model = self.settings

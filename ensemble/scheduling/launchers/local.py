@@ -163,12 +163,10 @@ class LocalWorker(Handle):
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        if self.events_fd >= 0:
-            os.close(self.events_fd)
-            self.events_fd, self.is_open = -1, False
-        if self.exit_fd >= 0:
-            os.close(self.exit_fd)
-            self.exit_fd = -1
+        for descriptor in (self.events_fd, self.exit_fd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.events_fd, self.exit_fd, self.is_open = -1, -1, False
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
         if code == -signal.SIGKILL and oom_kills() > self._oom_kills:

@@ -29,7 +29,7 @@ from ensemble.members.huggingface.checkpoint.adapter_files import (
 from ensemble.members.huggingface.checkpoint.averaged import averaging_problems
 from ensemble.members.huggingface.checkpoint.facts import Architecture, Facts
 from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
-from ensemble.members.huggingface.checkpoint.labels import activation_of, label_names, match_labels
+from ensemble.members.huggingface.checkpoint.labels import activation_of, label_names, match_labels, saved_as
 from ensemble.members.huggingface.checkpoint.tokenizer_files import (
     TOKENIZER_FILES,
     has_vocabulary,
@@ -134,10 +134,7 @@ def read_cross_encoder(
 
 
 def checkpoint_question(
-    model: HuggingFaceSettings,
-    folder: Path,
-    auto_class: str,
-    training: Mapping[str, Any] | None = None,
+    model: HuggingFaceSettings, folder: Path, auto_class: str, training: Mapping[str, Any] | None = None
 ) -> Question:
     """Return the question about a member's checkpoint.
 
@@ -155,9 +152,8 @@ def checkpoint_question(
         texts += [settings.fixed_text for settings in model.by_template.values()]
     adapters = [[*source.names] if source is not None else [] for source in model.view_adapters]
     folders = [folder, *(own for own in tokenizers.values() if own)]
-    small = {
-        path for place in folders for pattern in _FILES for path in place.glob(pattern) if path.is_file()
-    }
+    found = (path for place in folders for pattern in _FILES for path in place.glob(pattern))
+    small = {path for path in found if path.is_file()}
     weights = [*weight_files(folder), *(Path(name, WEIGHTS) for names in adapters for name in names)]
     return Question(
         _DESCRIBE,
@@ -307,12 +303,6 @@ def read_checkpoint(
         adapters=tuple(adapters),
         facts=facts,
     )
-
-
-def saved_as(config: Mapping[str, Any]) -> str:
-    """Return the class that a checkpoint was saved as; empty: its ``config.json`` does not tell."""
-    stored = config.get("architectures")
-    return str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
 
 
 def inspect_checkpoint(

@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from ensemble.common.protocol import Activation
 
 
+def saved_as(config: Mapping[str, Any]) -> str:
+    """Return the class that a checkpoint was saved as; empty: its ``config.json`` does not tell."""
+    stored = config.get("architectures")
+    return str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
+
+
 def label_names(config: Mapping[str, Any], where: str) -> list[str]:
     """Return the labels in a ``config.json``, in the order of the model's output columns.
 

@@ -83,9 +83,8 @@ def quantized_bits(settings: Mapping[str, Any] | None) -> int:
     if method_of(settings) == BITSANDBYTES:
         return 0
     # Others say it in a name, such as torchao's int4_weight_only or fp8.
-    named = re.search(
-        r"(?:int|fp|nf|float)_?([248])(?!\d)", " ".join(str(value) for value in settings.values())
-    )
+    words = " ".join(map(str, settings.values()))
+    named = re.search(r"(?:int|fp|nf|float)_?([248])(?!\d)", words)
     return int(named[1]) if named else 8
 
 

@@ -72,9 +72,8 @@ def lacking_vocabulary(folder: Path, names: Mapping[str, str]) -> str:
     """
     if not names or any(next(folder.glob(pattern), None) is not None for pattern in _INSTEAD):
         return ""
-    if (
-        folder / names.get("spm_file", _WHOLE)
-    ).is_file():  # BertJapanese reads either; others fail without both
+    # BertJapanese reads either; others fail without both.
+    if (folder / names.get("spm_file", _WHOLE)).is_file():
         return ""
     needed = [file for role, file in names.items() if role not in _OPTIONAL]
     missing = [file for file in needed if not (folder / file).is_file()]

@@ -38,7 +38,6 @@ class AdapterFiles:
 
     @property
     def tensors(self) -> Set[str]:
-        """Return the names of the tensors."""
         return self.shapes.keys()
 
     def rows_of(self, embeddings: str) -> int | None:

@@ -60,9 +60,8 @@ def read_architecture(
     if is_old:
         mlp_width *= 3  # older code writes its activation out: Bloom's holds six tensors
     elif "gelu_new" in (numbers.get("activation_function"), numbers.get("hidden_act")):
-        mlp_width *= (
-            2  # written out in products and sums: x, x / 2, its cube and a multiple of that live at once
-        )
+        # Written out in products and sums: x, x / 2, its cube and a multiple of that live at once.
+        mlp_width *= 2
     return Architecture(
         layers=layers,
         hidden=hidden,

@@ -23,8 +23,6 @@ from ensemble.members.huggingface.loading.adapter import PREFIX, AdapterFiles
 
 # A layer's second matrix, by the first.
 _SECOND = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}
-
-
 # A layer's matrices A, [rank, inputs], and B, [outputs, rank], and the factor of B A x.
 _Layer: TypeAlias = tuple[torch.Tensor, torch.Tensor, float]
 

@@ -34,6 +34,7 @@ from ensemble.members.huggingface.checkpoint.adapter_files import (
     uses_base_head,
 )
 from ensemble.members.huggingface.checkpoint.facts import Facts
+from ensemble.members.huggingface.checkpoint.labels import saved_as
 from ensemble.members.huggingface.checkpoint.quantization_methods import BITSANDBYTES, method_of
 from ensemble.members.huggingface.checkpoint.tokenizer_files import size_problem
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors
@@ -117,6 +118,7 @@ class _Checkpoint:
         self._name, self._auto_class = str(question["name"]), str(question["auto_class"])
         self._folder = Path(question["folder"])
         self._stored = read_json(self._folder / "config.json")
+        self._saved_as = saved_as(self._stored)
         # What code of its own makes, and a part of a larger checkpoint, only the worker sees.
         self._is_hidden = question["trust_remote_code"] or "subfolder" in question["model_kwargs"]
         self._numbers: Mapping[str, Any] = text_settings(self._stored)
@@ -253,12 +255,9 @@ class _Checkpoint:
         reader, key = _READERS.get(auto_class, ("AutoTokenizer", "tokenizer_kwargs"))
         kinds = {"AutoConfig": "model_kwargs", auto_class: "model_kwargs", reader: key}
         # Each file, and where it was loaded from.
-        files = [(name, self._stored)]
-        files += [
-            (name, read_json(self._folder / f"{kind}_config.json")) for kind in ("preprocessor", "tokenizer")
-        ]
-        for own in filter(None, question["tokenizers"].values()):
-            files.append((own, read_json(Path(own, "tokenizer_config.json"))))
+        files = [(name, self._stored), (name, read_json(self._folder / "preprocessor_config.json"))]
+        folders = [(name, self._folder), *((own, own) for own in question["tokenizers"].values() if own)]
+        files += [(place, read_json(Path(folder, "tokenizer_config.json"))) for place, folder in folders]
         classes = [
             (place, kind, code)
             for place, file in files
@@ -327,12 +326,6 @@ class _Checkpoint:
         if self._question["training"] is None:
             keys += f" and train: {{base_model: {self._name}, method: lora}}"
         return f"to train a head on its backbone, write {keys}; "
-
-    @property
-    def _saved_as(self) -> str:
-        """Return the class that the checkpoint was saved as; empty: not stored."""
-        names = self._stored.get("architectures")
-        return str(names[0]) if isinstance(names, list) and names and names[0] else ""
 
     def _size_problem(self) -> str:
         embeddings = self._numbers.get("vocab_size")

@@ -70,14 +70,9 @@ def _fused(module: Any) -> FusedNorm | None:
     eps = getattr(module, "eps", None) if eps is None else eps
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
         return None
-    if len(inspect.signature(module.forward).parameters) != 1:
+    if len(inspect.signature(module.forward).parameters) != 1 or hasattr(module, "_hf_hook"):
         return None
-    if (
-        not isinstance(weight, torch.Tensor)
-        or weight.dim() != 1
-        or weight.is_meta
-        or hasattr(module, "_hf_hook")
-    ):
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or weight.is_meta:
         return None
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(_ROWS, weight.shape[0], generator=generator).to(weight.device, weight.dtype)

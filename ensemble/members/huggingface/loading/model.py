@@ -81,9 +81,7 @@ def load_model(
     if problem:
         raise ValueError(problem)
     dtype = model_dtype(spec, least, notes)
-    options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs}
-    if spec.quantization_config is not None:
-        options["quantization_config"] = quantization_config(spec.quantization_config, dtype)
+    options = dict(spec.model_kwargs)
     sources = dict.fromkeys(spec.job_adapters)
     adapters = {source: _open_source(source, spec) for source in sources if source is not None}
     if adapters or spec.averaged_checkpoints:
@@ -102,16 +100,7 @@ def load_model(
         register_capped_blocks()
     elif attention == FLEX:
         register_flex()
-    options |= {
-        "dtype": dtype,
-        # A head of another shape would be initialized at random; that is refused below, by name, unless the adapter
-        # has one.
-        "ignore_mismatched_sizes": True,
-        # None: pickles if there are no safetensors. torch reads only tensors from them.
-        "use_safetensors": None if spec.allow_pickle else True,
-        "output_loading_info": True,
-    }
-    model, info = load_with_attention(spec, attention, options, notes)
+    model, info = load_with_attention(spec, attention, dtype, on_gpu, options, notes)
     check_placement(model, spec, on_gpu, notes)
     _run_first_hooks(model)
     if not adapters and info["mismatched_keys"]:
@@ -161,9 +150,26 @@ def _config_for(adapters: Iterable[AdapterFiles], spec: CheckpointSpec) -> tuple
 
 
 def load_with_attention(
-    spec: CheckpointSpec, attention: str, options: dict[str, Any], notes: list[str]
+    spec: CheckpointSpec,
+    attention: str,
+    dtype: torch.dtype | str,
+    on_gpu: bool,
+    options: Mapping[str, Any],
+    notes: list[str],
 ) -> tuple[Any, Any]:
     """Return the model with this attention, or with eager if it has no other, and how loading went."""
+    options = {
+        **placement_options(spec, on_gpu),
+        **options,
+        "dtype": dtype,
+        # A head of another shape is initialized at random. The caller refuses it, by name, or makes it anew.
+        "ignore_mismatched_sizes": True,
+        # None: pickles if there are no safetensors. torch reads only tensors from them.
+        "use_safetensors": None if spec.allow_pickle else True,
+        "output_loading_info": True,
+    }
+    if spec.quantization_config is not None:
+        options["quantization_config"] = quantization_config(spec.quantization_config, dtype)
     auto_class = getattr(transformers, spec.auto_class)
     try:
         model, info = from_pretrained(auto_class, spec, attn_implementation=attention, **options)
@@ -260,10 +266,7 @@ def from_pretrained(auto_class: Any, spec: CheckpointSpec, **options: Any) -> An
                 model = auto_class.from_config(options["config"], trust_remote_code=spec.trust_remote_code)
             auto_class, options["config"] = type(model), model.config
         return auto_class.from_pretrained(
-            folder,
-            revision=spec.revision or "main",
-            trust_remote_code=spec.trust_remote_code,
-            **options,
+            folder, revision=spec.revision or "main", trust_remote_code=spec.trust_remote_code, **options
         )
     except OSError as error:
         if spec.allow_pickle or "safetensors" not in str(error):

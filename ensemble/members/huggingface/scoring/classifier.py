@@ -53,18 +53,16 @@ class Classifier(Scorer[Encoded]):
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._stored_pad_token_id = _stored_pad_token_id(model.config, self._vocabulary)
         self._pad_token_id = pad_token_id
-        is_generic = (
+        self._is_generic = (
             isinstance(model, GenericForSequenceClassification)
             and type(model).forward is GenericForSequenceClassification.forward
         )
-        self._is_generic = is_generic
         # Models with an encoder and a decoder pool at eos, and use the pad id for shifting.
-        is_encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
-        self._is_encoder_decoder = is_encoder_decoder
+        self._is_encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
         # Whether a decoder's own forward finds its token by the pad id (GPT-2, OPT, Falcon, Bloom, ...).  Base
         # classes count, because some classes only delegate to transformers' generic forward.
         self._searches_pad_token = False
-        if not is_generic and not is_encoder_decoder:
+        if not self._is_generic and not self._is_encoder_decoder:
             forwards = [vars(base).get("forward") for base in type(model).__mro__]
             self._searches_pad_token = any("pad_token_id" in _names_in(forward) for forward in forwards)
         # Padding is on the right, whatever side the tokenizer names: positions then start at 0, encoders pool their
@@ -77,7 +75,7 @@ class Classifier(Scorer[Encoded]):
             self.possible |= {Shortcut.LAST_TOKEN}
         if is_causal(model) and not self._pad_left:
             self.possible |= {Shortcut.NO_MASK, Shortcut.SHARED_PREFIX}
-        self.taken = {Shortcut.LAST_TOKEN} if is_generic else set()
+        self.taken = {Shortcut.LAST_TOKEN} if self._is_generic else set()
         self._body = getattr(model, model.base_model_prefix, model)
         self._prefix: Kept | None = None
         self._chunk: Encoded | None = None  # the one that ``_beginnings`` belongs to
@@ -100,9 +98,8 @@ class Classifier(Scorer[Encoded]):
         with self._searching(None), self._passes(encoded, rows, with_mask) as behind:
             # Copied from the host: a copy between GPUs would wait for both.
             read = on_device(self._read_places(encoded, rows) - behind.tokens, self.last_device)
-            states = self._states(
-                padded(encoded, rows, self._pad_token_id, self._pad_left), with_mask, behind
-            )
+            arrays = padded(encoded, rows, self._pad_token_id, self._pad_left)
+            states = self._states(arrays, with_mask, behind)
             last_logits: torch.Tensor = model.score(states_at(states, read))
             return last_logits.float()
 
@@ -266,11 +263,9 @@ class Classifier(Scorer[Encoded]):
 
     def _searching(self, pad_token_id: int | None) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a forward pass of the model's own looks for this pad id."""
-        return (
-            searching(self._model.config, pad_token_id)
-            if self._searches_pad_token
-            else contextlib.nullcontext()
-        )
+        if not self._searches_pad_token:
+            return contextlib.nullcontext()
+        return searching(self._model.config, pad_token_id)
 
     def _read_places(self, encoded: Encoded, rows: Integers) -> Integers:
         """Return the place of the token that the head reads in each row, int64 [rows].

@@ -85,7 +85,7 @@ class Prompt:
         return texts[0] if len(texts) == 1 else (texts[0], texts[1])
 
     def encode(
-        self, rows: Sequence[Mapping[str, object]], step: Callable[[], None] = lambda: None
+        self, rows: Sequence[Mapping[str, object]], step: Callable[[], object] = lambda: None
     ) -> Encoded:
         """Return token ids of the rows, cut to ``max_length``; ``step`` is called after each block of rows."""
         arrays: list[Arrays] = [{} for _ in rows]

@@ -221,7 +221,6 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             self._warmup = self._prompts[0].encode_texts(self._warmup_texts)
 
     def _make_prompts(self) -> list[Prompt]:
-        """Return the prompt of each job."""
         return [self._make_prompt(spec) for spec in self._job_specs()]
 
     def _job_specs(self) -> list[S]:
@@ -276,27 +275,23 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         self._set_modes(loaded)
         warm_up = WarmUp(self._classifier, self._warmup, self._values, self._is_exact, self._in_float32)
         with self._passes(first=True):
-            not_compared = warm_up.check_attention(
-                loaded.model, loaded.dtype, "attn_implementation" in spec.asked
-            )
-            if not_compared:
-                notes.append(not_compared)
+            is_asked = "attn_implementation" in spec.asked
+            notes += filter(None, [warm_up.check_attention(loaded.model, loaded.dtype, is_asked)])
             if not warm_up.repeats():
                 notes.append(
                     "the same rows get other numbers in each pass, as its forward draws random ones: a run that is "
                     "repeated gives other probabilities, as plain transformers does"
                 )
             tolerates_padding = warm_up.tolerates_padding()
-            tolerance = 1e-4 if warm_up.is_exact else 5e-2
             if tolerates_padding and not spec.torch_compile:
-                self._take_shortcuts(tolerance)
+                self._take_shortcuts(warm_up.tolerance)
             if loaded.attn_implementation == FLEX:
                 tokens = self._packed_tokens(loaded.memory)
                 not_packed = warm_up.pack(loaded.model, tokens, loaded.dtype, spec.compile_timeout)
                 if not_packed:
                     notes.append(not_packed)
-                else:
-                    self._take_shortcuts(tolerance)  # once more: packed rows share tokens in another way
+                else:  # once more: packed rows share tokens in another way
+                    self._take_shortcuts(warm_up.tolerance)
         if Shortcut.NO_MASK in self._classifier.taken:
             # Without a mask transformers would ask the device in each pass whether rows are packed into one.
             masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -352,18 +347,14 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         adapters = self._loaded.adapters
         if adapters is not None and adapters.use(self._job):
             self._classifier.forget()
-
-        def step() -> None:
-            report(0)
-
-        encoded = replace(self._encode(rows, step), groups=groups)
+        encoded = replace(self._encode(rows, lambda: report(0)), groups=groups)
         prediction = self._score(self._classifier, encoded, report)
         counters = replace(
             prediction.counters, truncated_rows=encoded.truncated_rows, cut_tokens=encoded.cut_tokens
         )
         return replace(prediction, counters=counters)
 
-    def _encode(self, rows: Sequence[Mapping[str, object]], step: Callable[[], None]) -> Encoded:
+    def _encode(self, rows: Sequence[Mapping[str, object]], step: Callable[[], object]) -> Encoded:
         """Return token ids of rows, as the job reads them; ``step`` is called now and then."""
         return self._prompts[self._job].encode(rows, step)
 

@@ -32,8 +32,7 @@ def explain_errors(spec: CheckpointSpec, model: Any, device_name: str, first: bo
         layer = _failing_layer(error, model)
         device = "this CPU" if device_name == "cpu" else f"this GPU ({device_name})"
         raise ValueError(
-            f"its forward pass fails {layer}on {device}: {type(error).__name__}: "
-            f"{one_line(error)[:160]}; "
+            f"its forward pass fails {layer}on {device}: {type(error).__name__}: {one_line(error)[:160]}; "
             f"what else may work: {', or '.join(_alternatives(spec, model, layer, device_name == 'cpu'))}"
         ) from error
 

@@ -195,7 +195,6 @@ class FieldCuts:
         return texts
 
     def _offsets(self, texts: Sequence[str]) -> list[Offsets]:
-        """Return the offsets of each text's tokens."""
         backend = self._tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()

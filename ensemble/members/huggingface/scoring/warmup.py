@@ -171,9 +171,8 @@ class WarmUp:
             if classify(error) is Verdict.SUSPECT and not is_out_of_memory(error):
                 raise
             return f"{type(error).__name__}: {one_line(error)[:160]}"
-        return (
-            "" if difference <= self._rounding(dtype) else f"logits differ by {difference:.2g} of the largest"
-        )
+        is_same = difference <= self._rounding(dtype)
+        return "" if is_same else f"logits differ by {difference:.2g} of the largest"
 
     def repeats(self) -> bool:
         """Return whether the texts get the same numbers a second time, which a model that draws some does not."""
@@ -182,7 +181,7 @@ class WarmUp:
             first, second = self._logits(rows, with_mask=True), self._logits(rows, with_mask=True)
             is_finite = np.isfinite(first).all(axis=1) & np.isfinite(second).all(axis=1)
             difference = np.abs(first - second)[is_finite].max(initial=0)
-            return bool(difference <= self._tolerance * np.abs(first[is_finite]).max(initial=1))
+            return bool(difference <= self.tolerance * np.abs(first[is_finite]).max(initial=1))
         return True
 
     def tolerates_padding(self) -> bool:
@@ -217,7 +216,7 @@ class WarmUp:
         return _EXACT_TOLERANCE if self.is_exact else _TOLERANCES.get(dtype, _TOLERANCES["bfloat16"])
 
     @property
-    def _tolerance(self) -> float:
+    def tolerance(self) -> float:
         return 1e-4 if self.is_exact else 5e-2
 
     def _try_shortcut(self, shortcut: Shortcut, expected: npt.NDArray[np.float64]) -> None:
@@ -228,7 +227,7 @@ class WarmUp:
         is_same = False
         try:
             scale = np.abs(expected).max(initial=1)
-            is_same = np.allclose(self._logits(_BOTH), expected, rtol=0, atol=self._tolerance * scale)
+            is_same = np.allclose(self._logits(_BOTH), expected, rtol=0, atol=self.tolerance * scale)
         except Exception as error:  # a forward that is not written for this
             if classify(error) is Verdict.SUSPECT:  # out of memory, or CUDA has failed
                 raise
@@ -238,7 +237,7 @@ class WarmUp:
 
     def _has_same_values(self, separate: npt.NDArray[np.float64], together: npt.NDArray[np.float64]) -> bool:
         values = self.values(torch.from_numpy(np.stack([separate[0], together[0]])))
-        return bool(np.allclose(values[0], values[1], rtol=0, atol=self._tolerance))
+        return bool(np.allclose(values[0], values[1], rtol=0, atol=self.tolerance))
 
     def _logits(self, rows: npt.NDArray[np.int64], with_mask: bool = False) -> npt.NDArray[np.float64]:
         return np.asarray(self.classifier.logits(self.encoded, rows, with_mask).cpu().double().numpy())

@@ -120,12 +120,11 @@ def _argument_problems(
     hints = get_type_hints(kind)
     is_sound = True
     for name, value in arguments.items():
-        sentence = ""
         if name not in names:
             sentence = f"the installed {kind.__name__} has no such key{did_you_mean(name, names)}"
+        elif name == _IN_WORDS:
+            continue
         else:
-            if name == _IN_WORDS:
-                continue
             with suppress(ValidationError):
                 # As JSON, which has lists for tuples and mappings for dataclasses, as YAML does.
                 TypeAdapter(hints[name]).validate_json(json.dumps(value, default=str), strict=True)

@@ -158,10 +158,6 @@ def _unread_token(tokenizer: Any, encoded: Encoded) -> int | None:
     Eos is none where the tokenizer adds it to each text: the head would read the token before it, and learn less.
     """
     last_tokens = {int(ids[-1]) for ids in encoded.inputs["input_ids"] if len(ids)}
-    candidates = (
-        tokenizer.pad_token_id,
-        tokenizer.eos_token_id,
-        tokenizer.unk_token_id,
-        tokenizer.bos_token_id,
-    )
+    names = ("pad_token_id", "eos_token_id", "unk_token_id", "bos_token_id")
+    candidates = (getattr(tokenizer, name) for name in names)
     return next((token for token in candidates if token is not None and token not in last_tokens), None)

@@ -19,13 +19,9 @@ from ensemble.common.text import listed
 from ensemble.members.huggingface.checkpoint.adapter_files import LABELS_FILE, is_head
 from ensemble.members.huggingface.checkpoint.labels import activation_of
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
-from ensemble.members.huggingface.loading.device_map import last_device, placement_options
+from ensemble.members.huggingface.loading.device_map import last_device
 from ensemble.members.huggingface.loading.kernels import AMPERE, capability, choose_kernels, set_tf32
-from ensemble.members.huggingface.loading.model import (
-    from_pretrained,
-    load_with_attention,
-    quantization_config,
-)
+from ensemble.members.huggingface.loading.model import from_pretrained, load_with_attention
 from ensemble.members.huggingface.spec import (
     BACKBONE,
     CAPPED_BLOCKS,
@@ -107,9 +103,8 @@ def load_trainee(
         ValueError: the base cannot be trained for this member, or ``lora`` is not for it.
     """
     on_gpu = torch.cuda.is_available()
-    spec = replace(
-        spec, gpus=torch.cuda.device_count() if on_gpu else 0, quantization_config=_bits(spec, method)
-    )
+    gpus = torch.cuda.device_count() if on_gpu else 0
+    spec = replace(spec, gpus=gpus, quantization_config=_bits(spec, method))
     least = capability(on_gpu)
     set_tf32(spec, least, [])
     choose_kernels(least)
@@ -205,18 +200,9 @@ def _load(spec: ModelSpec, config: Any, dtype: torch.dtype, on_gpu: bool) -> tup
     attention = spec.attn_implementation
     if attention in (None, CAPPED_BLOCKS, FLEX):
         attention = choose_attention(is_soft_capped(config.to_dict()), supports_sdpa=True, flash_suits=False)
-    options = {
-        **placement_options(spec, on_gpu),
-        "config": config,
-        "dtype": dtype,
-        "ignore_mismatched_sizes": True,  # a head for other labels is made anew
-        "use_safetensors": None if spec.allow_pickle else True,
-        "output_loading_info": True,
-    }
-    if spec.quantization_config is not None:
-        options["quantization_config"] = quantization_config(spec.quantization_config, dtype)
-    is_capped = attention == CAPPED_BLOCKS  # which has no backward pass that was ever checked
-    model, info = load_with_attention(spec, "eager" if is_capped else str(attention), options, [])
+    if attention == CAPPED_BLOCKS:  # which has no backward pass that was ever checked
+        attention = "eager"
+    model, info = load_with_attention(spec, str(attention), dtype, on_gpu, {"config": config}, [])
     check_unexpected_keys(spec, info["unexpected_keys"], spec.quantization_config is not None)
     return model, info
 

@@ -101,9 +101,8 @@ class Training:
             self._groups = data.get("groups", np.arange(len(rows)))
         # The likeliest of soft labels; numbers of a regression are no labels.
         is_regression = self.trainee.activation == "none"
-        self._has_label = (
-            (targets == targets.max(axis=1, keepdims=True)) & (targets > 0) & (not is_regression)
-        )
+        is_likeliest = targets == targets.max(axis=1, keepdims=True)
+        self._has_label = is_likeliest & (targets > 0) & (not is_regression)
         encoded = member.encode(table.take(rows), learnt_positions(self.trainee.base))
         for row, reason in encoded.problems.items():
             raise ValueError(f"row {rows[row]:,} of the training table cannot be read: {reason}")
