@@ -166,8 +166,12 @@ def test_elsewhere_the_advice_is_another_gpu_or_build(kaggle: Kaggle, tmp_path: 
 def test_a_p100_beside_other_gpus_is_left_out(kaggle: Kaggle) -> None:
     code, text = kaggle("plan", [*P100, T4[1]], **ON_KAGGLE)
     assert code == 0, text
-    assert f"gemma2 runs on other GPUs than {REFUSAL}" in text
+    assert f"gemma2 does not run on {REFUSAL}" in text
     assert "gemma2: 1 replica on GPU 1; nf4 weights, float16, capped_blocks attention" in text
+    (kaggle.torch / "torch" / "__init__.py").write_text("raise ImportError('stands for torch')")
+    code, text = kaggle("doctor", [*P100, T4[1]], **ON_KAGGLE)
+    assert f"note {REFUSAL.removesuffix('; ')} -> choose T4 x 2 as the notebook's accelerator" in text
+    assert f"problem {T4[1].name} ({T4[1].uuid}): torch cannot be imported" in text, "it alone is tried"
 
 
 @pytest.mark.long

@@ -238,6 +238,13 @@ def _devices(config: RunConfig | None, needed: dict[str, str]) -> Iterator[Findi
         with contextlib.suppress(EnsembleError):  # already reported
             gpus = list(chosen_devices(machine.gpus, config.devices)) if any(wants) else []
             devices = gpus if gpus and all(wants) else [*gpus, CPU]
+    with_code = [device for device in devices if not device.torch_problem]
+    if any(device.is_gpu for device in with_code):  # a run leaves out the others
+        left_out = [
+            f"{device.title}: {device.torch_problem}" for device in devices if device not in with_code
+        ]
+        yield from (Finding.of_sentence("note", sentence, "") for sentence in left_out)
+        devices = with_code
     if installed_versions(["torch"]):  # otherwise already reported
         environment: dict[str, str] = {}
         for model in config.models if config is not None else ():

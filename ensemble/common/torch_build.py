@@ -22,7 +22,9 @@ _ARCHITECTURES = re.compile(rb"sm_\d+[a-z]?(?: (?:sm|compute)_\d+[a-z]?)*(?=\0)"
 def built_for() -> tuple[str, ...]:
     """Return what ``torch.cuda.get_arch_list()`` returns, from the library that holds it; empty: not known."""
     spec = None if os.environ.get(SIMULATED) == "1" else importlib.util.find_spec("torch")
-    library = Path(spec.origin if spec and spec.origin else "").parent / "lib" / "libtorch_python.so"
+    if spec is None or spec.origin is None:
+        return ()
+    library = Path(spec.origin).parent / "lib" / "libtorch_python.so"
     if not library.is_file():
         return ()
     return tuple(b" ".join(_ARCHITECTURES.findall(library.read_bytes())).decode().split())
@@ -44,5 +46,5 @@ def torch_problem(capability: tuple[int, int] | None, built: Sequence[str], has_
     advice = "choose another GPU (devices), or a build of torch that has sm_{}{}".format(*capability)
     if "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
         advice = "choose T4 x 2 as the notebook's accelerator"
-    text = "torch has no code for capability {}.{}, only for ".format(*capability)
-    return f"{text}{', '.join(built)}; {advice}"
+    only = f", only for {', '.join(built)}" if built else ""
+    return "torch has no code for capability {}.{}{}; {}".format(*capability, only, advice)

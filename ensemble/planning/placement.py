@@ -84,7 +84,9 @@ def place(
     if others and not usable:
         return Placement(1, problems=tuple(others))
     placement = _Placing(workers_per_gpu, index, facts, usable, host).place()
-    notes = (f"{facts.name} runs on other GPUs than {sentence}" for sentence in others)
+    if placement.problems:
+        return replace(placement, problems=(*placement.problems, *others))
+    notes = (f"{facts.name} does not run on {sentence}" for sentence in others)
     return replace(placement, warnings=(*placement.warnings, *notes))
 
 

@@ -380,15 +380,20 @@ def _with_workers(
     """Return a config with a number for ``max_workers_per_gpu: auto``.
 
     As many share a GPU as let all models run at the same time, as long as each has room for the batches that it
-    would have on a GPU of its own. What other programs hold now does not count.
+    would have on a GPU of its own: now, and once other programs have ended. A model of unknown memory shares none.
     """
     if config.max_workers_per_gpu != "auto" or not gpus:
         return config
     empty = [replace(gpu, used_bytes=0) for gpu in gpus]
 
     def batches(workers: int) -> list[tuple[str, int]]:
-        placements = (place(workers, model.index, facts[model.name], empty, None) for model in compiled)
-        return [(fit.verdict, fit.token_budget) for item in placements for fit in item.fits.values()]
+        placements = [
+            place(workers, model.index, facts[model.name], devices, None)
+            for devices in (gpus, empty)
+            for model in compiled
+        ]
+        alone = [("alone", int(item.places == workers)) for item in placements if item.gpus and not item.fits]
+        return alone + [(fit.verdict, fit.token_budget) for item in placements for fit in item.fits.values()]
 
     wanted = [of_model.request.num_gpus for of_model in facts.values() if of_model.needs_worker]
     most = math.ceil(sum(1 if number is None else number for number in wanted) / len(gpus))

@@ -74,6 +74,8 @@ def reachable_fraction(shares: Sequence[Share], devices: int, seconds_left: floa
                 needed += share.devices * (share.startup_seconds + seconds)
         return needed <= devices * max(seconds_left, 0.0)
 
+    if is_reachable(1.0):
+        return 1.0
     steps = bisect_left(range(_STEPS + 1), True, key=lambda step: not is_reachable(step / _STEPS))
     return max(0, steps - 1) / _STEPS
 

@@ -119,7 +119,8 @@ class DevicePool:
         if doubtful and any(self._taken.get(uuid) or uuid in self._releasing for uuid in allowed):
             candidates = [uuid for uuid in candidates if uuid not in doubtful]
         # Sorting is stable: devices with equally many workers stay in the inventory's order.
-        candidates.sort(key=lambda uuid: (uuid in doubtful, self._taken[uuid]))
+        candidates.sort(key=self._taken.__getitem__)
+        candidates.sort(key=doubtful.__contains__)
         of_node: dict[str, list[str]] = {}
         for uuid in candidates:
             of_node.setdefault(self._gpus[uuid].node, []).append(uuid)

@@ -55,6 +55,16 @@ def test_nothing_is_known_of_a_torch_without_its_library(
     assert torch_problem(None, CUDA_128.split()) == ""
 
 
+def test_without_torch_the_working_directory_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, CUDA_128)
+    monkeypatch.chdir(tmp_path / "torch")
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, "torch")
+    assert built_for() == ()
+
+
 @pytest.mark.parametrize(
     ("build", "usable", "refused"),
     [

@@ -244,7 +244,12 @@ def test_as_many_share_a_gpu_as_memory_lets_run_at_the_same_time(models: Path) -
     assert workers([large], {}, {}, {"num_gpus": 0}) == 2, "one is on the CPU"
     assert workers([large], *[{}] * 4) == 4
     assert workers([large], *[{}] * 8) == 4, "more have no room for their largest batches"
-    assert workers([replace(large, used_bytes=60 * GIB)], {}, {}) == 2, "that others hold may be free soon"
+    assert workers([replace(large, used_bytes=60 * GIB)], {}, {}) == 1, (
+        "one after the other they fit beside others"
+    )
+    assert workers([replace(large, used_bytes=94 * GIB)], {}, {}) == 2, "both wait for what others hold"
+    own = {"max_memory": {0: "60GiB"}}
+    assert workers([large], own, own) == 1, "nobody knows how much of its 60 GiB each takes"
     assert workers([large], {}) == 1
     assert workers([large, card(1, 95, (12, 0))], {}, {}) == 1, "each has a GPU of its own"
     assert workers([large, card(1, 95, (12, 0))], {}, {}, {}) == 2
@@ -259,7 +264,7 @@ def test_gpus_that_torch_has_no_code_for_are_left_out(models: Path) -> None:
     assert problem == "card (GPU-0): no code; choose another"
     made = plan(models, [old, card(1, 15)], {"quantization_config": NF4})
     assert made.models[0].placement.devices == ("GPU-1",)
-    assert made.warnings == ("m0 runs on other GPUs than card (GPU-0): no code; choose another",)
+    assert made.warnings == ("m0 does not run on card (GPU-0): no code; choose another",)
     assert made.models[0].placement.dtype == "float16"
     assert not plan(models, [old], {"num_gpus": 0, "dtype": "bfloat16"}).problems
 

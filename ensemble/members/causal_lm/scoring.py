@@ -374,11 +374,10 @@ def _rectangle(rows: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int64], np
 @contextlib.contextmanager
 def head_at(head: nn.Module, positions: torch.Tensor) -> Iterator[None]:
     """Let the head over the vocabulary see only these positions of each row, int64 [rows, k]."""
-
     thread = get_ident()
 
     def take(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if get_ident() != thread:  # one that was left alone compiling may be within a pass
+        if get_ident() != thread:  # the one that ``WarmUp.pack`` has left alone may be within its pass
             return None
         states, *others = inputs
         rows = torch.arange(len(states), device=states.device)[:, None]

@@ -1,8 +1,8 @@
 """Compute attention of rows that stand one behind the other, with torch's compiled ``flex_attention``.
 
-A packed batch is one sequence of a fixed length, so that this compiles once. The cap on scores and the window of a
-layer are part of the kernel, which skips blocks of keys that no query sees. Passes over other batches compute in
-blocks (``capped_attention.py``).
+The kernel is compiled for one length, and shorter batches are padded for it alone. It caps scores, and skips blocks
+of keys that no query sees, such as those before a layer's window. Padded batches are computed in blocks
+(``capped_attention.py``).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _WITHOUT_WINDOW = np.iinfo(np.int32).max
 class Packing:
     """Say which keys the tokens of a packed batch see, for the attention of each layer.
 
-    A token sees the keys up to its own whose ``ends`` are behind it, within the layer's window.
+    A token sees a key that is not later, is within the layer's window, and whose ``ends`` is behind the token.
 
     Args:
         ends: the place behind the last token that sees each token, int32 [tokens]: the end of a token's row, or of
-            all rows that begin with it. There is a multiple of ``FLEX_BLOCK`` tokens; the model may have fewer.
+            all rows that begin with it. Their number is a multiple of ``FLEX_BLOCK``; the model may get fewer.
         positions: of the tokens in their rows, int32 [tokens].
         device: of all layers.
 
@@ -101,7 +101,7 @@ class Packing:
         return some, every
 
 
-# Set once compiling took too long: no pass is to go on with its result.
+# Set once compiling took too long: the pass that waits for it ends with an error.
 is_given_up = Event()
 _packing: ContextVar[Packing | None] = ContextVar("packing", default=None)
 

@@ -81,6 +81,7 @@ class Classifier(Scorer[Encoded]):
         self._chunk: Encoded | None = None  # the one that ``_beginnings`` belongs to
         self._beginnings: Beginnings | None = None  # of its rows; None: they run whole
         self.shared_tokens = 0  # tokens of rows that no pass had to compute, padding not counted
+        self._compiled_tokens = 0  # for which attention over packed rows is compiled
 
     def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
         model = self._model
@@ -127,7 +128,9 @@ class Classifier(Scorer[Encoded]):
         skipped = int(self.skipped_tokens(encoded)[0][rows[0]])
         ids = [encoded.inputs["input_ids"][row] for row in rows.tolist()]
         own = [of_row[skipped:] for of_row in ids]
-        layout = lay_out(ids[0][:skipped], own, -(-self.packed_tokens // FLEX_BLOCK) * FLEX_BLOCK)
+        # It stays where batches become smaller (``follow``): another length would be compiled anew.
+        self._compiled_tokens = max(self._compiled_tokens, -(-self.packed_tokens // FLEX_BLOCK) * FLEX_BLOCK)
+        layout = lay_out(ids[0][:skipped], own, self._compiled_tokens)
         places = layout.starts + self._read_places(encoded, rows) - skipped
         arrays = {
             "input_ids": layout.ids,

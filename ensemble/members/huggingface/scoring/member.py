@@ -286,7 +286,11 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             if tolerates_padding and not spec.torch_compile:
                 self._take_shortcuts(warm_up.tolerance)
             if loaded.attn_implementation == FLEX:
-                tokens = self._packed_tokens(loaded.memory)
+                memory = loaded.memory
+                if memory is not None and loaded.max_room_bytes is not None:
+                    # The largest that ``follow`` may ask for, so that nothing has to be compiled later.
+                    memory = replace(memory, available_bytes=loaded.max_room_bytes)
+                tokens = self._packed_tokens(memory)
                 not_packed = warm_up.pack(loaded.model, tokens, loaded.dtype, spec.compile_timeout)
                 if not_packed:
                     notes.append(not_packed)

@@ -1,4 +1,4 @@
-"""Lay rows one behind the other into batches of a fixed length, for attention that tells rows apart."""
+"""Lay rows one behind the other into batches without padding, for attention that tells rows apart."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Layout:
 
 
 def lay_out(shared: Integers, rows: Sequence[Integers], padded: int) -> Layout:
-    """Lay the tokens that rows begin with, and then the rest of each row, in a batch of up to so many tokens."""
+    """Lay the tokens that all rows begin with, and then the rest of each row; attention has ``padded`` tokens."""
     parts = [shared, *rows]
     borders = np.cumsum([0, *map(len, parts)])
     positions = np.zeros(padded, dtype=np.int32)
@@ -47,7 +47,7 @@ def lay_out(shared: Integers, rows: Sequence[Integers], padded: int) -> Layout:
 def pack(widths: Integers, tokens: int, most_rows: int) -> list[Integers]:
     """Fill batches of so many tokens, longest rows first; each row goes into the fullest batch that has room.
 
-    Rows of some of the batches that are left out change nothing in the others.
+    Without the rows of some batches, the other batches are the same.
 
     Args:
         widths: tokens of each row, at most ``tokens``, int64 [rows].

@@ -65,8 +65,8 @@ class WarmUp:
         """Refuse a model whose logits on the texts are not those of eager attention.
 
         Args:
-            is_asked: whether the user has set the attention.  If not, a model for which ``capped_blocks`` gives
-                other numbers is not refused and computes with eager attention from now on.
+            is_asked: whether the user has set the attention.  If not, a model for which ``capped_blocks`` or
+                ``flex`` gives other numbers is not refused and computes with eager attention from now on.
 
         Returns:
             a note: why no comparison was possible, or what was wrong; empty if the numbers agree.
@@ -102,10 +102,7 @@ class WarmUp:
                         if classify(error) is not Verdict.SOUND:
                             raise
                         return skipped + f"does not run with that ({type(error).__name__})"
-                # In half precision one of the two may overflow on texts on which the other does not.
-                is_finite = np.isfinite(actual).all(axis=1) & np.isfinite(expected).all(axis=1)
-                actual, expected = actual[is_finite], expected[is_finite]
-                difference = np.abs(actual - expected).max(initial=0) / np.abs(expected).max(initial=1)
+                difference = _difference(actual, expected)
                 if difference <= tolerance:
                     return ""
         except torch.OutOfMemoryError:
@@ -132,9 +129,9 @@ class WarmUp:
             a note: why rows are not packed; empty if they are.
         """
         self.classifier.packed_tokens = tokens
-        problem = "these rows cannot stand one behind the other"
+        problem = "this model, or its kind of labels or rows, cannot be packed"
         if self.classifier.packs(self.encoded):
-            problem = f"the texts to try it on have more than {tokens} tokens (max_num_batched_tokens)"
+            problem = f"a batch of {tokens} tokens has no room for the texts that it is tried on"
             if self.encoded.lengths.sum() <= tokens:
                 problem = self._problem_of_packing(dtype, timeout)
         if not problem:
@@ -144,8 +141,8 @@ class WarmUp:
             is_soft_capped(model.config.to_dict()), model._supports_sdpa, flash_suits=False
         )
         _set_attention(_parts(model), other)
-        worse = self.check_attention(model, dtype, is_asked=False)
-        return f"{worse or f'{other} attention'} instead of {FLEX}: {problem}"
+        self.check_attention(model, dtype, is_asked=False)  # which may take eager in its place
+        return f"{model.config._attn_implementation} attention instead of {FLEX}: {problem}"
 
     def _problem_of_packing(self, dtype: str, timeout: float) -> str:
         rows = np.arange(len(self.encoded.lengths))
@@ -163,7 +160,7 @@ class WarmUp:
         # A thread, which can be left alone where compiling does not end.
         Thread(target=compute, name="compile", daemon=True).start()
         try:
-            difference = np.abs(packed.result(timeout) - expected).max() / np.abs(expected).max(initial=1)
+            difference = _difference(packed.result(timeout), expected)
         except FutureTimeoutError:
             is_given_up.set()
             return f"it was not compiled within {timeout:g} s (compile_timeout)"
@@ -179,9 +176,7 @@ class WarmUp:
         rows = np.arange(len(self.encoded.lengths))
         with suppress(torch.OutOfMemoryError):  # the first chunk will fail with a better message
             first, second = self._logits(rows, with_mask=True), self._logits(rows, with_mask=True)
-            is_finite = np.isfinite(first).all(axis=1) & np.isfinite(second).all(axis=1)
-            difference = np.abs(first - second)[is_finite].max(initial=0)
-            return bool(difference <= self.tolerance * np.abs(first[is_finite]).max(initial=1))
+            return _difference(second, first) <= self.tolerance
         return True
 
     def tolerates_padding(self) -> bool:
@@ -241,6 +236,14 @@ class WarmUp:
 
     def _logits(self, rows: npt.NDArray[np.int64], with_mask: bool = False) -> npt.NDArray[np.float64]:
         return np.asarray(self.classifier.logits(self.encoded, rows, with_mask).cpu().double().numpy())
+
+
+def _difference(actual: npt.NDArray[np.float64], expected: npt.NDArray[np.float64]) -> float:
+    """Return how far logits are apart at most, relative to the largest, in rows that are finite in both."""
+    # In half precision one of the two may overflow on texts on which the other does not.
+    is_finite = np.isfinite(actual).all(axis=1) & np.isfinite(expected).all(axis=1)
+    actual, expected = actual[is_finite], expected[is_finite]
+    return float(np.abs(actual - expected).max(initial=0) / np.abs(expected).max(initial=1))
 
 
 @contextmanager

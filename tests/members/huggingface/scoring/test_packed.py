@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ensemble.common.protocol import BatchChoice
 from ensemble.data.published_table import PublishedTable
+from ensemble.members.huggingface.scoring.batching import MemoryLimit
 from ensemble.members.huggingface.spec import FLEX, AdapterSource
 from tests.checkpoints import (
     adapter_reference,
@@ -29,6 +31,7 @@ from tests.checkpoints import (
 )
 from tests.members.causal_lm import test_causal_lm as causal
 from tests.members.huggingface.scoring.test_compiled import needs_compiler
+from tests.members.huggingface.scoring.test_float32 import make_overflowing
 from tests.members.huggingface.scoring.test_predict import LABELS, worker_spec
 from tests.members.pooled_cls import test_pooled_cls as pooled
 from tests.releases.families import FAMILIES, make_family
@@ -286,6 +289,51 @@ def test_rows_go_on_in_padded_batches_where_memory_is_too_short_for_packed_ones(
     )
 
 
+@needs_compiler
+@pytest.mark.long
+def test_nothing_is_compiled_anew_where_batches_become_smaller(tmp_path: Path) -> None:
+    """A worker is told so where another one has less memory, or had to halve its batches."""
+    from torch._dynamo.utils import counters
+
+    folder = family(tmp_path / "a model", "gemma2")
+    expected = reference(folder, TEXTS, LONGEST, activation="none")
+    counters.clear()
+    made = member(tmp_path, folder)
+    assert is_packed(made), made.ready.notes
+    made._sizes.memory = MemoryLimit(TOKENS, bytes_per_token=1, bytes_per_token_pair=0)
+    batches = []
+    for room in (TOKENS, TOKENS // 2):
+        made.follow(BatchChoice(room))
+        prediction = predict(made, np.arange(len(TEXTS)))
+        check(prediction.values, expected)
+        batches.append(prediction.counters.batches)
+    assert batches[0] < batches[1]
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@needs_compiler
+@pytest.mark.long
+def test_rows_are_packed_where_a_text_of_the_warm_up_overflows(tmp_path: Path) -> None:
+    """In packed and padded batches alike; such rows are computed again in float32."""
+    from ensemble.members.huggingface.scoring.warmup import WarmUp
+
+    folder, texts = make_overflowing(tmp_path / "a model", "llama"), make_texts(60)
+    asked = ("attn_implementation", "dtype")
+    made = member(tmp_path, folder, texts, dtype="float16", asked=asked, max_length=128)
+    encoding = made._prompts[0]
+    encoded = encoding.encode([{"text": text} for text in texts])
+    logits = made._classifier.logits(encoded, np.arange(len(texts)), with_mask=True)
+    is_finite = logits.isfinite().all(dim=1).numpy()
+    rows = [*np.flatnonzero(is_finite)[:2], np.flatnonzero(~is_finite)[0]]
+    some = encoding.encode_texts([texts[row] for row in rows])
+    warm_up = WarmUp(made._classifier, some, made._values, False, made._in_float32)
+    made._loaded.model.set_attn_implementation(FLEX)  # its own texts overflow, so that it was left
+    assert warm_up.tolerates_padding()
+    assert not warm_up.pack(made._loaded.model, TOKENS, "float16", 500)
+    expected = reference(folder, texts, 128, activation="none")
+    check(predict(made, np.arange(len(texts))).values, expected, 2e-2)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -307,7 +355,8 @@ def test_rows_of_an_encoder_are_padded_and_that_is_told(tmp_path: Path) -> None:
     folder, texts = make_family(tmp_path / "a model", "bert", LABELS), make_texts(8)
     made = member(tmp_path, folder, texts, max_length=120)
     assert (
-        f"sdpa attention instead of {FLEX}: these rows cannot stand one behind the other" in made.ready.notes
+        f"sdpa attention instead of {FLEX}: this model, or its kind of labels or rows, cannot be packed"
+        in made.ready.notes
     )
     expected = reference(folder, texts, 120, activation="none")
     check(predict(made, np.arange(len(texts))).values, expected)
@@ -316,7 +365,7 @@ def test_rows_of_an_encoder_are_padded_and_that_is_told(tmp_path: Path) -> None:
 def test_a_batch_too_small_for_the_warm_up_is_named(tmp_path: Path) -> None:
     made = member(tmp_path, family(tmp_path / "a model", "gemma2"), token_budget=300)
     (note,) = [note for note in made.ready.notes if f"instead of {FLEX}" in note]
-    assert "more than 300 tokens (max_num_batched_tokens)" in note
+    assert "a batch of 300 tokens has no room for the texts that it is tried on" in note
 
 
 def make_odd(folder: Path, name: str) -> Path:
