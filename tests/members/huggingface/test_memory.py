@@ -120,7 +120,7 @@ def test_the_activation_of_real_widths_on_a_gpu(family: str, attention: str) -> 
         ("gemma2", 3, []),
         ("gemma3", 0, []),
         ("gemma3", 0, ["gate_proj", "up_proj"]),
-        ("llama", 0, ["gate_proj", "v_proj"]),
+        ("llama", 0, ["gate_proj", "up_proj"]),
     ],
 )
 @pytest.mark.skipif(not hasattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"), reason="torch 2.6")
