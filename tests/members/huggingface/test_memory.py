@@ -124,6 +124,7 @@ def test_the_activation_of_real_widths_on_a_gpu(family: str, attention: str) -> 
     ],
 )
 @pytest.mark.skipif(not hasattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"), reason="torch 2.6")
+@pytest.mark.filterwarnings("default")  # torch's compiler is warned of what it calls itself
 def test_rows_one_behind_the_other(family: str, labels: int, targets: list[str]) -> None:
     config = FAMILIES[family]()
     lora = (config.intermediate_size, 64) if targets else (0, 0)
