@@ -164,8 +164,10 @@ def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
         elif Path("/dev/kfd").exists():  # of AMD's compute driver, as ROCm's installation guide names it
             other = ", and AMD's GPUs are not used"
         return Inventory((), f"{error}{other}: running on the CPU", None, ())
-    built, seen = built_for(), _visible(gpus, environ, warnings)
-    devices = tuple(replace(gpu, torch_problem=torch_problem(gpu.compute_capability, built)) for gpu in seen)
+    devices = tuple(
+        replace(gpu, torch_problem=torch_problem(gpu.compute_capability, built_for()))
+        for gpu in _visible(gpus, environ, warnings)
+    )
     if devices:
         return Inventory(devices, "", version, tuple(warnings))
     reason = "no GPU can be used" if gpus else "the NVIDIA driver shows no GPU"

@@ -95,8 +95,10 @@ class RowRules:
         # The values that each rule gives to labels, 0 for a masked one and NaN for those that it leaves.
         self._rule_values = np.full((len(self.rules), len(labels)), np.nan)
         for number, rule in enumerate(self.rules):
-            for label, value in {**(rule.set or {}), **dict.fromkeys(rule.mask or (), 0.0)}.items():
+            for label, value in (rule.set or {}).items():
                 self._rule_values[number, labels.index(label)] = value
+            for label in rule.mask or ():
+                self._rule_values[number, labels.index(label)] = 0.0
 
     @classmethod
     def are_exclusive(cls, activation: Activation, method: type[MergeMethod]) -> bool:

@@ -397,7 +397,8 @@ def _with_workers(
 
     wanted = [of_model.request.num_gpus for of_model in facts.values() if of_model.needs_worker]
     most = math.ceil(sum(1 if number is None else number for number in wanted) / len(gpus))
-    workers = next((number for number in range(most, 1, -1) if batches(number) == batches(1)), 1)
+    of_one = batches(1)
+    workers = next((number for number in range(most, 1, -1) if batches(number) == of_one), 1)
     return config.model_copy(update={"max_workers_per_gpu": workers})
 
 
@@ -529,10 +530,10 @@ def _share_gpus(plan: Plan) -> Plan:
     """Return the plan with members at the same time, one replica each at first, where several share the GPUs."""
     working = [model for model in plan.models if model.needs_worker]
     several = [model for model in working if model.gpus and model.replicas > 1]
-    sharing = [model for model in several if model.request.replicas == "auto"]
+    sharing = {model.name for model in several if model.request.replicas == "auto"}
     if len(working) == 1 or not sharing:
         return plan
-    models = (replace(model, first_replicas=1) if model in sharing else model for model in plan.models)
+    models = (replace(model, first_replicas=1) if model.name in sharing else model for model in plan.models)
     return replace(plan, models=tuple(models), why="members run at the same time, one replica each at first")
 
 

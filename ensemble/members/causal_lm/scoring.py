@@ -145,7 +145,7 @@ class LabelScorer(Classifier):
         if encoded is not self._chunk:
             self._keeps_prompts = True
         texts = self._texts_of(encoded, rows)
-        if not with_mask and self._is_packed(encoded, rows):
+        if not with_mask and self.is_packed(encoded, rows):
             return self._finished(self._packed_rows(encoded, rows, texts), texts)
         try:
             with self._passes(encoded, rows, with_mask) as behind:
@@ -169,8 +169,9 @@ class LabelScorer(Classifier):
         scores = self._no_scores(_Batch(encoded, rows, texts, with_mask=False, behind=Behind()))
         with self._packed(encoded, rows) as (inputs, places):
             # The head gets one row, whose places are those of all rows.
-            logits = self._read(_Pass(inputs, places[None], paths, first_token=0), None)[0]
-            self._add(scores, logits[:, None], _Pass(inputs, places[:, None], paths, first_token=0), texts)
+            one_pass = _Pass(inputs, places[None], paths, first_token=0)
+            logits = self._read(one_pass, None)[0]
+            self._add(scores, logits[:, None], one_pass, texts)
         return scores
 
     def _texts_of(self, encoded: Encoded, rows: npt.NDArray[np.int64]) -> list[LabelTexts]:

@@ -210,7 +210,9 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
             with contextlib.suppress(torch.OutOfMemoryError):
                 self._classifier.logits(self._warmup, np.arange(len(self._warmup.lengths)))
             is_asked = "attn_implementation" in spec.asked
-            notes += filter(None, [warm_up.check_attention(loaded.model, loaded.dtype, is_asked)])
+            not_compared = warm_up.check_attention(loaded.model, loaded.dtype, is_asked)
+            if not_compared:
+                notes.append(not_compared)
         if spec.torch_compile:
             compile_model(loaded.model, warm_up.run)
         self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, True, loaded.memory)

@@ -122,7 +122,7 @@ class PooledClassifier(Classifier):
 
     def pooled(self, encoded: Encoded, rows: npt.NDArray[np.int64], with_mask: bool = False) -> torch.Tensor:
         """Return what the head gets of rows as a batch, float32 [batch, width of the hidden states]."""
-        if not with_mask and self._is_packed(encoded, rows):
+        if not with_mask and self.is_packed(encoded, rows):
             return self._packed_pooled(encoded, rows)
         with self._passes(encoded, rows, with_mask) as behind:
             arrays = padded(encoded, rows, self._pad_token_id, self._pad_left)

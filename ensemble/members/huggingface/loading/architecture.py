@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ensemble.members.huggingface.checkpoint.facts import Architecture
-from ensemble.members.huggingface.spec import is_soft_capped
+from ensemble.members.huggingface.spec import choose_attention, is_soft_capped
 
 # Names in a file; transformers has the first for all kinds.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -91,6 +91,12 @@ def is_causal(model: Any) -> bool:
     flags = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
     is_encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
     return not is_encoder_decoder and bool(flags) and all(flag is True for flag in flags)
+
+
+def attention_of_padded(model: Any) -> str:
+    """Choose the attention of transformers, or our own, that suits padded batches of a loaded model anywhere."""
+    is_capped = is_soft_capped(model.config.to_dict())
+    return choose_attention(is_capped, model._supports_sdpa, flash_suits=False)
 
 
 def layer_windows(config: Any) -> set[int | None]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ensemble.members.huggingface.spec import choose_attention, is_soft_capped
+from ensemble.members.huggingface.loading.architecture import attention_of_padded
 
 _HALF = (torch.float16, torch.bfloat16)
 _ABSENT = object()
@@ -65,9 +65,7 @@ def in_float32(model: Any, is_compiled: bool = False) -> Iterator[None]:
     is_flash = "flash" in str(attention)  # made for half precision: it would cast its inputs back
     try:
         if is_flash:
-            model.config._attn_implementation = choose_attention(
-                is_soft_capped(model.config.to_dict()), model._supports_sdpa, flash_suits=False
-            )
+            model.config._attn_implementation = attention_of_padded(model)
         # Compiled code would ignore the forward methods that are replaced.
         stance = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
         with stance, _replaced(forwards):

@@ -91,7 +91,7 @@ class Classifier(Scorer[Encoded]):
             with self._searching(pad_token_id), self._spread.forward_pass(), torch.inference_mode():
                 logits: torch.Tensor = model(**inputs).logits
                 return logits.float()
-        if not with_mask and self._is_packed(encoded, rows):
+        if not with_mask and self.is_packed(encoded, rows):
             with self._packed(encoded, rows) as (inputs, places):
                 states = self._body(**inputs).last_hidden_state[0]
                 return cast(torch.Tensor, model.score(states[places.to(states.device)])).float()
@@ -110,9 +110,12 @@ class Classifier(Scorer[Encoded]):
         is_plain = [*encoded.inputs] == ["input_ids"] and encoded.groups is None
         return self.packed_tokens if can_pack and is_plain else 0
 
-    def _is_packed(self, encoded: Encoded, rows: Integers) -> bool:
+    def is_packed(self, encoded: Encoded, rows: Integers) -> bool:
+        tokens = self.packs(encoded)
+        if not tokens:
+            return False
         skipped, widths = self.skipped_tokens(encoded)
-        return int(widths[rows].sum() + skipped[rows[0]]) <= self.packs(encoded)
+        return int(widths[rows].sum() + skipped[rows[0]]) <= tokens
 
     @contextlib.contextmanager
     def _packed(

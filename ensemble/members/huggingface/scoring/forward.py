@@ -93,6 +93,10 @@ class Scorer(ABC, Generic[E]):
         """Return ``packed_tokens`` if these rows may stand one behind the other, and otherwise 0."""
         return 0
 
+    def is_packed(self, encoded: E, rows: Integers) -> bool:
+        """Return whether a pass without a mask computes these rows one behind the other."""
+        return False
+
     def skipped_tokens(self, encoded: E) -> tuple[Integers, Integers]:
         """Return how many of each row's first tokens a pass without a mask can skip, and what is left of it.
 
@@ -313,7 +317,7 @@ def _run(
     while batches:
         batch = batches.popleft()
         width = int(lengths[batch].max())
-        is_packed = int(widths[batch].sum() + skipped[batch[0]]) <= packed_tokens
+        is_packed = not with_mask and classifier.is_packed(encoded, batch)
         padded = int(lengths[batch].sum()) if is_packed else width * len(batch)
         result = None
         try:

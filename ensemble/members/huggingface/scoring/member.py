@@ -276,7 +276,9 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         warm_up = WarmUp(self._classifier, self._warmup, self._values, self._is_exact, self._in_float32)
         with self._passes(first=True):
             is_asked = "attn_implementation" in spec.asked
-            notes += filter(None, [warm_up.check_attention(loaded.model, loaded.dtype, is_asked)])
+            not_compared = warm_up.check_attention(loaded.model, loaded.dtype, is_asked)
+            if not_compared:
+                notes.append(not_compared)
             if not warm_up.repeats():
                 notes.append(
                     "the same rows get other numbers in each pass, as its forward draws random ones: a run that is "

@@ -16,15 +16,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
+from ensemble.members.huggingface.loading.architecture import attention_of_padded
 from ensemble.members.huggingface.loading.flex_attention import is_given_up
 from ensemble.members.huggingface.scoring.forward import Encoding, Mode, Scorer, Shortcut
-from ensemble.members.huggingface.spec import (
-    CAPPED_BLOCKS,
-    FLEX,
-    QUERIES_PER_BLOCK,
-    choose_attention,
-    is_soft_capped,
-)
+from ensemble.members.huggingface.spec import CAPPED_BLOCKS, FLEX, QUERIES_PER_BLOCK
 
 # The first text is short, so that beside the other it is mostly padding.
 TEXTS = ("one", "one two three four five six seven eight nine ten eleven twelve")
@@ -137,10 +132,7 @@ class WarmUp:
         if not problem:
             return ""
         self.classifier.packed_tokens = 0
-        other = choose_attention(
-            is_soft_capped(model.config.to_dict()), model._supports_sdpa, flash_suits=False
-        )
-        _set_attention(_parts(model), other)
+        _set_attention(_parts(model), attention_of_padded(model))
         self.check_attention(model, dtype, is_asked=False)  # which may take eager in its place
         return f"{model.config._attn_implementation} attention instead of {FLEX}: {problem}"
 

@@ -110,6 +110,9 @@ def load_trainee(
     choose_kernels(least)
     half = "float16" if least is not None and least < AMPERE else "bfloat16"
     is_mixed = on_gpu and spec.dtype != "float32"
+    precision = ""
+    if is_mixed:
+        precision = "bf16" if half == "bfloat16" else "fp16"
     dtype = getattr(torch, half) if is_mixed and method != "full" else torch.float32
     config = from_pretrained(AutoConfig, spec, **spec.model_kwargs)
     stored_dtype = getattr(config, "dtype", None) or torch.float32
@@ -154,7 +157,7 @@ def load_trainee(
         model=trained,
         base=model,
         dtype=stored_dtype,
-        precision={"bfloat16": "bf16"}.get(half, "fp16") if is_mixed else "",
+        precision=precision,
         activation=activation,
         label_order=label_order,
         notes=notes,
